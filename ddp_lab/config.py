@@ -1,0 +1,232 @@
+"""The settings of a training run: one frozen dataclass, its checks and its recipes.
+
+The command line of ``python -m ddp_lab.train`` is made from the fields below; each
+docstring is that option's help text.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ddp_lab.errors import BadInput
+
+__all__ = ["RECIPES", "Dataset", "TrainConfig"]
+
+Dataset = Literal["digits", "fashion-mnist", "cifar10", "cifar100", "folder"]
+Triple = tuple[float, float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that decides what a training run computes."""
+
+    recipe: Literal["default", "article", "fast"] = "default"
+    """Where the other settings start from. default: digits in under a minute on two
+    CPU cores; article: CIFAR-10 as in the article this lab grew from (20 epochs, global
+    batch 1024); fast: the article's accuracy in a small part of its time."""
+
+    dataset: Dataset = "digits"
+    """What to learn. digits ships with scikit-learn; the next three are torchvision's;
+    folder reads DATA_DIR/train/CLASS/*.jpg and DATA_DIR/test (or val) likewise."""
+    data_dir: Path = Path("data")
+    """Folder that holds the data set (not used by digits)."""
+    download: bool = False
+    """Download a torchvision data set into DATA_DIR first, if it is not there."""
+    limit_train: int | None = None
+    """Train on this many images only, for a first look (None: all)."""
+    limit_test: int | None = None
+    """Evaluate on this many images only, for a first look (None: all)."""
+    image_size: int = 32
+    """Height and width in pixels at which the model sees the images."""
+    crop_padding: int = 0
+    """Augmentation: pad by this many pixels, then crop at random (0: off)."""
+    flip: bool = False
+    """Augmentation: mirror left-right with probability 1/2."""
+    mean: Triple | None = None
+    """Mean of each colour channel, 0..1, subtracted (None: the data set's own)."""
+    std: Triple | None = None
+    """Standard deviation a channel, 0..1, divided by (None: the data set's own)."""
+
+    model: str = "resnet18"
+    """Any classifier of torchvision.models, by name, untrained."""
+    norm: Literal["batch", "sync", "group"] = "batch"
+    """Normalisation layers. batch: each rank uses its own batch's statistics; sync:
+    statistics over all ranks' batches (GPUs only); group: GroupNorm, which does not
+    look at the batch at all, so that any number of ranks trains the same model."""
+
+    epochs: int = 8
+    """Passes over the training images."""
+    global_batch_size: int = 64
+    """Images that one optimiser step sees, summed over all ranks."""
+    micro_batch_size: int | None = None
+    """Images that a rank holds in memory at once; gradients are accumulated over
+    global / (ranks x micro) of them (None: global / ranks, no accumulation)."""
+    lr: float = 0.05
+    """Learning rate; under onecycle its peak."""
+    momentum: float = 0.9
+    """Momentum of SGD, 0 <= momentum < 1."""
+    weight_decay: float = 5e-4
+    """L2 penalty of SGD."""
+    nesterov: bool = True
+    """Nesterov's momentum instead of the classical one."""
+    schedule: Literal["constant", "onecycle"] = "onecycle"
+    """Learning rate over the run. onecycle: up to LR during the first 30 % of the
+    steps, then down to nearly 0."""
+    seed: int = 0
+    """Decides initial weights, order of the images and augmentation."""
+
+    num_ranks: int | None = None
+    """Processes to start on this machine (None: one a GPU, or 2 on the CPU). Under
+    torchrun or srun the launcher decides."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute. auto: one GPU a rank if there are enough, else the CPU."""
+    num_threads: int | None = None
+    """CPU threads a rank (None: cores / ranks; under torchrun OMP_NUM_THREADS)."""
+    num_workers: int = 2
+    """DataLoader worker processes a rank, for dataset folder (the others need none)."""
+
+    out: Path | None = None
+    """Folder for this run's files (None: runs/DATASET-MODEL-TIME)."""
+    resume: Path | None = None
+    """Go on with the run in this folder, with its settings, from its checkpoint."""
+    log_every: int = 1
+    """Optimiser steps between two lines of history.jsonl, which average over them."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            allowed = get_args(field.type)
+            value = getattr(self, field.name)
+            if allowed and isinstance(allowed[0], str) and value not in allowed:
+                raise BadInput(
+                    f"{field.name} {value!r} is unknown: choose {_one_of(allowed)}"
+                )
+        for name in ("epochs", "global_batch_size", "image_size", "log_every"):
+            self._check(name, getattr(self, name) >= 1, "1 or more")
+        for name in (
+            "limit_train",
+            "limit_test",
+            "micro_batch_size",
+            "num_ranks",
+            "num_threads",
+        ):
+            value = getattr(self, name)
+            self._check(name, value is None or value >= 1, "1 or more")
+        for name in ("crop_padding", "num_workers", "seed"):
+            self._check(name, getattr(self, name) >= 0, "0 or more")
+        self._check("lr", math.isfinite(self.lr) and self.lr > 0, "a positive number")
+        self._check("momentum", 0 <= self.momentum < 1, "at least 0 and below 1")
+        self._check(
+            "weight_decay",
+            math.isfinite(self.weight_decay) and self.weight_decay >= 0,
+            "0 or a positive number",
+        )
+        if self.nesterov and self.momentum == 0:
+            raise BadInput("nesterov needs a momentum above 0: use --no-nesterov")
+        if self.std is not None:
+            self._check("std", all(s > 0 for s in self.std), "above 0 in each channel")
+
+    def _check(self, name: str, fine: bool, legal: str) -> None:
+        if not fine:
+            raise BadInput(f"{name} {getattr(self, name)} must be {legal}")
+
+    def batches(self, world_size: int) -> tuple[int, int]:
+        """Split the global batch.
+
+        Args:
+            world_size: number of ranks that share it.
+
+        Returns:
+            Images a rank holds at once, and over how many such micro-batches it
+            accumulates gradients: world_size x micro x accumulation = global.
+
+        Raises:
+            BadInput: it does not come out even; names the nearest sizes that do.
+        """
+        total = self.global_batch_size
+        micro = self.micro_batch_size
+        unit = world_size * (micro or 1)
+        if total % unit:
+            below, above = total - total % unit, total - total % unit + unit
+            nearest = f"{below} or {above}" if below else f"{above}"
+            rank_word = "rank" if world_size == 1 else "ranks"
+            parts = f"{world_size} {rank_word}" + (f" x {micro}" if micro else "")
+            raise BadInput(
+                f"global_batch_size {total} does not divide into {parts}: "
+                f"the nearest that does is {nearest}"
+            )
+        micro = micro or total // world_size
+        return micro, total // (world_size * micro)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain strings, numbers and lists, as ``config.json`` holds them."""
+        plain = dataclasses.asdict(self)
+        return {
+            key: str(value)
+            if isinstance(value, Path)
+            else list(value)
+            if isinstance(value, tuple)
+            else value
+            for key, value in plain.items()
+        }
+
+    @classmethod
+    def from_json(cls, plain: dict[str, Any]) -> "TrainConfig":
+        """The inverse of `to_json`.
+
+        Raises:
+            BadInput: an unknown setting, or a value that is not legal.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(plain) - known)
+        if unknown:
+            raise BadInput(f"settings that this version does not know: {unknown}")
+        values = dict(plain)
+        for name in ("data_dir", "out", "resume"):
+            if values.get(name) is not None:
+                values[name] = Path(values[name])
+        for name in ("mean", "std"):
+            if values.get(name) is not None:
+                values[name] = tuple(values[name])
+        return cls(**values)
+
+
+def _one_of(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:-1]) + " or " + names[-1]
+
+
+RECIPES: dict[str, TrainConfig] = {
+    "default": TrainConfig(),
+    # The article's training, to the letter where it is not a slip (notebook 05).
+    "article": TrainConfig(
+        recipe="article",
+        dataset="cifar10",
+        crop_padding=4,
+        flip=True,
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2023, 0.1994, 0.2010),
+        epochs=20,
+        global_batch_size=1024,
+        lr=0.002,
+        momentum=0.9,
+        weight_decay=1e-4,
+        nesterov=True,
+        schedule="constant",
+    ),
+    "fast": TrainConfig(
+        recipe="fast",
+        dataset="cifar10",
+        crop_padding=4,
+        flip=True,
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2023, 0.1994, 0.2010),
+        epochs=4,
+        global_batch_size=128,
+        lr=0.05,
+        momentum=0.9,
+        weight_decay=5e-4,
+        nesterov=True,
+        schedule="onecycle",
+    ),
+}

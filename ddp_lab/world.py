@@ -1,0 +1,312 @@
+"""Step 1: who am I, and how do the processes meet?
+
+Each process of a distributed run is a *rank*. Whoever starts the processes (`launch`,
+``torchrun`` or Slurm) tells each one four things through environment variables: its
+RANK among all, its LOCAL_RANK on this machine, the WORLD_SIZE, and the address of a
+small key-value *store* where they meet. `join_world` reads them, waits until everybody
+has arrived, opens the process group, and closes it again:
+
+    with join_world() as world:
+        print(world.rank, world.world_size, world.device)
+        total = sum_over_ranks(torch.tensor([float(world.rank)]))
+
+Without these variables the process is a world of its own: rank 0 of 1.
+
+Source: PyTorch docs, "Distributed communication package" and "torchrun"
+(https://docs.pytorch.org/docs/stable/distributed.html).
+"""
+
+import datetime
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_lab.errors import BadInput, LabError
+
+__all__ = [
+    "World",
+    "agree_any",
+    "gather_json",
+    "gather_over_ranks",
+    "join_world",
+    "pick_device",
+    "read_ranks",
+    "sum_over_ranks",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process's place among all processes of the run."""
+
+    rank: int
+    """0 .. world_size - 1, unique in the run. Rank 0 prints and writes."""
+    local_rank: int
+    """0 .. local_world_size - 1, unique on this machine. Picks the GPU."""
+    world_size: int
+    """Number of processes of the run, on all machines."""
+    local_world_size: int
+    """Number of processes of the run on this machine."""
+    device: torch.device
+    """Where this rank computes: its own GPU, or the CPU."""
+    backend: str
+    """Who carries the collectives: ``nccl`` between GPUs, ``gloo`` between CPUs."""
+
+
+def read_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, int] | None:
+    """Read what torchrun, `launch` or Slurm's srun says about this process.
+
+    Args:
+        environ: environment variables; torchrun's names win over Slurm's.
+
+    Returns:
+        ``rank``, ``local_rank``, ``world_size`` and ``local_world_size``, or None when
+        nobody started this process as one of several.
+
+    Raises:
+        BadInput: a variable is missing or is no whole number, or the rank is not below
+            the world size.
+    """
+    if "RANK" in environ:
+        names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+    elif "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
+        names = ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"]
+    else:
+        return None
+    numbers = []
+    for name in names:
+        # a hand-made environment often has RANK and WORLD_SIZE only: one machine
+        fallback = {"LOCAL_RANK": "RANK", "LOCAL_WORLD_SIZE": "WORLD_SIZE"}.get(name)
+        text = environ.get(name) or environ.get(fallback or "", "")
+        if not text.isdigit():
+            raise BadInput(
+                f"{names[0]} is set, but {name} is {text or 'missing'!r}: start the "
+                "ranks with torchrun, srun or launch(), which set all of them"
+            )
+        numbers.append(int(text))
+    if len(numbers) == 3:  # Slurm: "2(x3),1" = 2 tasks on three nodes, 1 on the fourth
+        first = environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(",")[0]
+        numbers.append(int(first.split("(")[0]))
+    rank, local_rank, world_size, local_world_size = numbers
+    if not rank < world_size:
+        raise BadInput(
+            f"{names[0]}={rank} must be below {names[2]}={world_size}: ranks count from 0"
+        )
+    return {
+        "rank": rank,
+        "local_rank": local_rank,
+        "world_size": world_size,
+        "local_world_size": local_world_size,
+    }
+
+
+def pick_device(
+    device: str = "auto", local_rank: int = 0, local_world_size: int = 1
+) -> torch.device:
+    """Choose where a rank computes, without initialising CUDA.
+
+    Args:
+        device: ``cpu``; ``cuda`` for one GPU a rank, or an error; ``auto`` for GPUs
+            when each local rank can have its own, else the CPU.
+        local_rank: this rank's number on its machine.
+        local_world_size: number of ranks on this machine.
+
+    Returns:
+        ``cuda:LOCAL_RANK`` or ``cpu``.
+
+    Raises:
+        BadInput: ``cuda`` is asked for and there are fewer GPUs than local ranks.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise BadInput(f"device {device!r} is unknown: choose auto, cpu or cuda")
+    num_gpus = torch.cuda.device_count()
+    if device == "cuda" and num_gpus == 0:
+        raise BadInput(
+            "device cuda: this machine shows no GPU to PyTorch; use --device cpu, or "
+            "check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        )
+    if device == "cuda" and num_gpus < local_world_size:
+        raise BadInput(
+            f"device cuda: {local_world_size} ranks on this machine, but only "
+            f"{num_gpus} GPU(s); start at most {num_gpus}, or use --device cpu"
+        )
+    if device == "cpu" or num_gpus < local_world_size:
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def join_world(
+    *,
+    device: str = "auto",
+    arrive_timeout_s: float = 60.0,
+    timeout_s: float = 600.0,
+) -> Iterator[World]:
+    """Join the process group of this run, and leave it again whatever happens.
+
+    Args:
+        device: ``auto``, ``cpu`` or ``cuda``, see `pick_device`.
+        arrive_timeout_s: seconds to wait for the other ranks to arrive.
+        timeout_s: seconds after which a collective that misses a rank fails.
+
+    Yields:
+        The `World`; its ``device`` is the current CUDA device, if it is a GPU.
+
+    Raises:
+        BadInput: the environment variables or the device make no sense.
+        LabError: not all ranks arrived; the message names the missing ones.
+
+    **Collective**: all ranks of the run must enter it, and leave it.
+    """
+    ranks = read_ranks()
+    alone = ranks is None
+    ranks = ranks or dict(rank=0, local_rank=0, world_size=1, local_world_size=1)
+    where = pick_device(device, ranks["local_rank"], ranks["local_world_size"])
+    store = dist.HashStore() if alone else _meet(ranks, arrive_timeout_s)
+    backend = "nccl" if where.type == "cuda" else "gloo"
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=ranks["rank"],
+        world_size=ranks["world_size"],
+        timeout=datetime.timedelta(seconds=timeout_s),
+        device_id=where if where.type == "cuda" else None,
+    )
+    try:
+        yield World(**ranks, device=where, backend=backend)
+        # Rank 0 may host the store: nobody leaves before everybody is done.
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _meet(ranks: dict[str, int], timeout_s: float) -> dist.Store:
+    """Connect to the store and wait there until every rank has checked in."""
+    rank, world_size = ranks["rank"], ranks["world_size"]
+    host = os.environ.get("MASTER_ADDR", "")
+    port = os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdigit():
+        raise BadInput(
+            f"rank {rank}: MASTER_ADDR={host!r} and MASTER_PORT={port!r} must say where "
+            "rank 0 waits; torchrun sets both, under srun export them in the job script"
+        )
+    # torchrun and launch() host the store themselves and say so; otherwise rank 0 does
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    try:
+        store = dist.TCPStore(
+            host,
+            int(port),
+            is_master=rank == 0 and not hosted,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except dist.DistError as error:
+        raise LabError(
+            f"rank {rank} on {socket.gethostname()} found no store at {host}:{port} "
+            f"within {timeout_s:g} s: has rank 0 started, is the address right, and does "
+            "the firewall let the port through?"
+        ) from error
+    store = dist.PrefixStore("ddp_lab", store)
+    # torchrun may restart a run on one store: each attempt checks in under its own name
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    keys = [f"arrived/{attempt}/{r}" for r in range(world_size)]
+    store.set(keys[rank], socket.gethostname())
+    try:
+        store.wait(keys, timeout)
+    except dist.DistError as error:
+        missing = [r for r, key in enumerate(keys) if not store.check([key])]
+        raise LabError(
+            f"{world_size - len(missing)} of {world_size} ranks arrived within "
+            f"{timeout_s:g} s, missing: {', '.join(map(str, missing))}. Did it fail "
+            "before it came here, or was it never started (is the world size right)?"
+        ) from error
+    return dist.PrefixStore(f"group/{attempt}", store)
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Add a tensor up over all ranks; the argument itself is left as it is.
+
+    Args:
+        values: any shape and dtype, the same on all ranks, on the world's device.
+
+    Returns:
+        The sum, the same on all ranks.
+
+    **Collective**: all ranks must call it. **Cost**: one all-reduce, 2 (W - 1) / W times
+    the tensor's bytes sent by each of W ranks.
+    """
+    total = values.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Collect a tensor from every rank.
+
+    Args:
+        values: any shape and dtype, the same on all ranks, on the world's device.
+
+    Returns:
+        Shape (world size, \\*values.shape), row r from rank r, the same on all ranks.
+
+    **Collective**: all ranks must call it. **Cost**: one all-gather, W - 1 times the
+    tensor's bytes sent by each of W ranks.
+    """
+    rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, values.contiguous())
+    return torch.stack(rows)
+
+
+def agree_any(flag: bool, device: torch.device | str = "cpu") -> bool:
+    """Decide together: True on all ranks as soon as it is True on one.
+
+    Stopping, skipping or saving because of something that only one rank saw leaves the
+    others waiting in their next collective. Decide with this instead.
+
+    Args:
+        flag: this rank's own opinion.
+        device: the world's device (nccl carries GPU tensors only).
+
+    Returns:
+        The same on all ranks.
+
+    **Collective**: all ranks must call it. **Cost**: one all-reduce of 4 bytes.
+    """
+    votes = torch.tensor([int(flag)], dtype=torch.int32, device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    return bool(votes.item())
+
+
+def gather_json(value: Any, device: torch.device | str = "cpu") -> list[Any]:
+    """Collect a small JSON-able value from every rank, without pickle.
+
+    Args:
+        value: dicts, lists, strings, numbers, booleans, None.
+        device: the world's device (nccl carries GPU tensors only).
+
+    Returns:
+        One value a rank, in rank order, the same on all ranks.
+
+    **Collective**: all ranks must call it. **Cost**: two all-gathers, of 8 bytes and of
+    the longest text.
+    """
+    text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = gather_over_ranks(torch.tensor([len(text)], device=device)).flatten()
+    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=device)
+    padded[: len(text)] = text
+    rows = gather_over_ranks(padded).cpu()
+    return [
+        json.loads(bytes(row[:length].tolist()).decode())
+        for row, length in zip(rows, lengths.tolist(), strict=True)
+    ]
