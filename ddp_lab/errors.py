@@ -2,7 +2,7 @@
 
     Exception
     └── LabError              one clear line: which rank or setting, what, the cure
-        ├── BadInput          a setting, file or argument that cannot work (also ValueError)
+        ├── BadInput          a setting, file or argument that cannot work
         │   └── NotSendable   an argument of launch() that cannot travel to a process
         ├── RankFailed        a rank raised, exited or was killed
         ├── RanksStuck        ranks wait for each other and cannot go on

@@ -97,7 +97,8 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, int] | None
     rank, local_rank, world_size, local_world_size = numbers
     if not rank < world_size:
         raise BadInput(
-            f"{names[0]}={rank} must be below {names[2]}={world_size}: ranks count from 0"
+            f"{names[0]}={rank} must be below {names[2]}={world_size}: "
+            "ranks count from 0"
         )
     return {
         "rank": rank,
@@ -167,7 +168,8 @@ def join_world(
     """
     ranks = read_ranks()
     alone = ranks is None
-    ranks = ranks or dict(rank=0, local_rank=0, world_size=1, local_world_size=1)
+    if ranks is None:
+        ranks = {"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1}
     where = pick_device(device, ranks["local_rank"], ranks["local_world_size"])
     store = dist.HashStore() if alone else _meet(ranks, arrive_timeout_s)
     backend = "nccl" if where.type == "cuda" else "gloo"
@@ -196,14 +198,14 @@ def _meet(ranks: dict[str, int], timeout_s: float) -> dist.Store:
     port = os.environ.get("MASTER_PORT", "")
     if not host or not port.isdigit():
         raise BadInput(
-            f"rank {rank}: MASTER_ADDR={host!r} and MASTER_PORT={port!r} must say where "
-            "rank 0 waits; torchrun sets both, under srun export them in the job script"
+            f"rank {rank}: MASTER_ADDR={host!r} and MASTER_PORT={port!r} must say "
+            "where rank 0 waits; torchrun sets both, for srun the job script exports them"
         )
     # torchrun and launch() host the store themselves and say so; otherwise rank 0 does
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        store = dist.TCPStore(
+        tcp_store = dist.TCPStore(
             host,
             int(port),
             is_master=rank == 0 and not hosted,
@@ -214,10 +216,10 @@ def _meet(ranks: dict[str, int], timeout_s: float) -> dist.Store:
     except dist.DistError as error:
         raise LabError(
             f"rank {rank} on {socket.gethostname()} found no store at {host}:{port} "
-            f"within {timeout_s:g} s: has rank 0 started, is the address right, and does "
-            "the firewall let the port through?"
+            f"within {timeout_s:g} s: has rank 0 started, is the address right, and "
+            "does the firewall let the port through?"
         ) from error
-    store = dist.PrefixStore("ddp_lab", store)
+    store = dist.PrefixStore("ddp_lab", tcp_store)
     # torchrun may restart a run on one store: each attempt checks in under its own name
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     keys = [f"arrived/{attempt}/{r}" for r in range(world_size)]
@@ -243,8 +245,8 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     Returns:
         The sum, the same on all ranks.
 
-    **Collective**: all ranks must call it. **Cost**: one all-reduce, 2 (W - 1) / W times
-    the tensor's bytes sent by each of W ranks.
+    **Collective**: all ranks must call it. **Cost**: one all-reduce; each of W ranks
+    sends 2 (W - 1) / W times the tensor's bytes.
     """
     total = values.clone()
     dist.all_reduce(total)
