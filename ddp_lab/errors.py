@@ -14,10 +14,15 @@
 traceback, and exits with the status in ``exit_status``.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 __all__ = [
     "BadInput",
     "CheckFailed",
     "Diverged",
+    "Failure",
     "LabError",
     "NotSendable",
     "RankFailed",
@@ -42,12 +47,86 @@ class NotSendable(BadInput):
     """An argument of `launch` that cannot travel to another process, by name."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How one rank failed."""
+
+    rank: int
+    kind: str
+    """Name of the exception or of the signal; ``exit`` if the process just ended."""
+    message: str
+    traceback: str = ""
+    """As Python prints it, without the lab's own frames; empty for a killed rank."""
+    where: str = ""
+    """The user's line: ``Cell In[3], line 4: loss.backward()``."""
+    consequence: bool = False
+    """The connection to another rank broke: that one failed before."""
+    exit_code: int | None = None
+    """Of ``sys.exit`` or of the process; minus the signal's number if it was killed."""
+    exception: BaseException | None = None
+    """The exception itself, when it could travel."""
+
+    @property
+    def headline(self) -> str:
+        """``ValueError: the message``."""
+        return f"{self.kind}: {self.message}" if self.message else self.kind
+
+
 class RankFailed(LabError):
-    """A rank raised an exception, exited early or was killed."""
+    """A rank raised an exception, exited early or was killed.
+
+    Attributes:
+        failures: one `Failure` for each rank that failed, the first cause first.
+        others: one line for each other rank: what it was doing.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        failures: Sequence[Failure] = (),
+        others: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.failures = tuple(failures)
+        self.others = tuple(others)
+
+    @property
+    def report(self) -> str:
+        """The first failing rank's traceback, then the others, one line each."""
+        parts = []
+        if self.failures and self.failures[0].traceback:
+            parts.append(f"On rank {self.failures[0].rank}:")
+            parts.append(self.failures[0].traceback.rstrip())
+        if self.others:
+            parts += ["", *self.others] if parts else self.others
+        return "\n".join(parts)
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the rank's traceback, not how it got here."""
+        return [f"RankFailed: {self}", "", *self.report.splitlines()]
 
 
 class RanksStuck(LabError):
-    """Ranks wait for each other, or for ever, and were stopped."""
+    """Ranks wait for each other, or for ever, and were stopped.
+
+    The message holds a table: each rank, its state, its last collective, its line.
+
+    Attributes:
+        rows: the table's rows, one a rank.
+        stacks: the whole Python stack of each stopped rank, as text.
+    """
+
+    def __init__(
+        self, message: str, *, rows: Sequence[Any] = (), stacks: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.rows = tuple(rows)
+        self.stacks = stacks
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the table, then the stacks."""
+        return [*f"RanksStuck: {self}".splitlines(), "", *self.stacks.splitlines()]
 
 
 class RanksDisagree(LabError):

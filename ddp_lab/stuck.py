@@ -1,0 +1,210 @@
+"""Is a rank working, waiting or stuck, and where?
+
+A deadlock has no error message: each rank waits, quietly, for a message that no other
+rank will ever send. This module tells it from work:
+
+* in each rank, `look` takes one `Sight`: the line of the user's code, the whole stack,
+  the CPU time used so far, and the last collective that the rank entered;
+* in the parent, a `Watch` compares the sights. A rank *moves* when its stack, its last
+  collective or its output changes, or when it uses CPU time. Ranks are stuck when none
+  that still runs has moved for ``stuck_after_s`` and either one of them waits in
+  torch.distributed or another rank has already ended.
+
+So a rank that computes is never called stuck, however long it takes; an endless loop is
+computing too, and is ended by ``timeout_s``.
+"""
+
+import json
+import linecache
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import CodeType
+
+__all__ = [
+    "Row",
+    "Sight",
+    "Watch",
+    "last_collective",
+    "look",
+    "stuck_table",
+    "user_line",
+]
+
+_IDLE_CPU_SHARE = 0.02  # a waiting rank's helper threads use 0.6 % of a core
+_LIBRARIES = tuple(
+    path + os.sep
+    for path in {sysconfig.get_paths()[k] for k in ("stdlib", "purelib", "platlib")}
+)
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PLUMBING = tuple(_PACKAGE + n for n in ("inside.py", "payload.py", "stuck.py"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """What a rank was doing at one moment."""
+
+    where: str
+    """The user's own line: ``Cell In[3], line 4: dist.barrier()``."""
+    stack: str
+    """The whole stack, innermost call last, as text."""
+    mark: tuple[tuple[str, int], ...]
+    """The instruction of each frame: equal marks mean that nothing has moved."""
+    cpu_s: float
+    """CPU time that the process has used so far."""
+    collective: str
+    """The last collective that was entered, ``all_reduce #2``, or ``-``."""
+    in_collective: bool
+    """Whether the rank waits inside torch.distributed."""
+
+
+def look() -> Sight:
+    """Take a `Sight` of this process's main thread, from another thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames: list[tuple[CodeType, int, int]] = []
+    while frame is not None:
+        frames.append((frame.f_code, frame.f_lineno or 0, frame.f_lasti))
+        frame = frame.f_back
+    frames.reverse()
+    collective, open_ = last_collective()
+    lines = [(code.co_filename, line, code.co_name) for code, line, _ in frames]
+    return Sight(
+        where=user_line(lines),
+        stack="".join(_frame_text(*line) for line in lines if not _plumbing(line[0])),
+        mark=tuple((code.co_filename, lasti) for code, _, lasti in frames),
+        cpu_s=time.process_time(),
+        collective=collective,
+        in_collective=open_ or _in_torch_distributed(frames),
+    )
+
+
+def last_collective() -> tuple[str, bool]:
+    """The last collective this rank entered, and whether it is still under way."""
+    try:  # torch may be half imported, and the recorder's reader is a private name
+        if not sys.modules["torch.distributed"].is_initialized():
+            return "-", False
+        recorder = sys.modules["torch._C._distributed_c10d"]
+        entries = json.loads(recorder._dump_fr_trace_json())["entries"]
+    except Exception:
+        return "-", False
+    if not entries:
+        return "-", False
+    last = entries[-1]
+    name = str(last.get("profiling_name", "?")).rpartition(":")[2].split(" ")[0]
+    number = last.get("p2p_seq_id" if last.get("is_p2p") else "collective_seq_id")
+    return f"{name} #{number}", not last.get("retired", True)
+
+
+def _in_torch_distributed(frames: Sequence[tuple[CodeType, int, int]]) -> bool:
+    part = os.sep + os.path.join("torch", "distributed") + os.sep
+    return any(part in code.co_filename for code, _, _ in frames) or any(
+        code.co_filename == _PACKAGE + "world.py" for code, _, _ in frames
+    )
+
+
+def _plumbing(filename: str) -> bool:
+    return filename in _PLUMBING or os.path.basename(filename) in (
+        "process.py",
+        "spawn.py",
+        "forkserver.py",
+    )
+
+
+def user_line(lines: Iterable[tuple[str, int, str]]) -> str:
+    """The innermost line that the user wrote, of frames given outermost first."""
+    frames = [line for line in lines if not line[0].startswith("<frozen")]
+    for skip in ((*_LIBRARIES, _PACKAGE), (*_LIBRARIES, *_PLUMBING)):
+        for filename, number, _ in reversed(frames):
+            if not filename.startswith(skip):
+                return _line_text(filename, number)
+    return "before the function started"
+
+
+def _line_text(filename: str, number: int) -> str:
+    name = filename if filename.startswith("Cell In[") else os.path.basename(filename)
+    source = linecache.getline(filename, number).strip()
+    return f"{name}, line {number}" + (f": {source}" if source else "")
+
+
+def _frame_text(filename: str, number: int, function: str) -> str:
+    source = linecache.getline(filename, number).strip()
+    text = f"  {short_name(filename)}, line {number}, in {function}\n"
+    return text + (f"    {source}\n" if source else "")
+
+
+def short_name(filename: str) -> str:
+    """A file's name without the part that differs between machines."""
+    for root in (*_LIBRARIES, os.path.dirname(_PACKAGE[:-1]) + os.sep):
+        if filename.startswith(root):
+            return filename[len(root) :]
+    return filename
+
+
+class Watch:
+    """Compare the ranks' sights and tell when nobody moves any more."""
+
+    def __init__(self, num_ranks: int, stuck_after_s: float) -> None:
+        self._stuck_after_s = stuck_after_s
+        self._base: list[Sight | None] = [None] * num_ranks  # sight of the last move
+        self._moved_at = [time.monotonic()] * num_ranks
+        self.last: list[Sight | None] = [None] * num_ranks
+
+    def moved(self, rank: int) -> None:
+        """Note that ``rank`` showed a sign of life, such as output."""
+        self._moved_at[rank] = time.monotonic()
+        self._base[rank] = None
+
+    def saw(self, rank: int, sight: Sight) -> None:
+        """Note what ``rank`` is doing now."""
+        now = time.monotonic()
+        base = self._base[rank]
+        self.last[rank] = sight
+        idle_cpu_s = 0.05 + _IDLE_CPU_SHARE * (now - self._moved_at[rank])
+        if (
+            base is None
+            or base.mark != sight.mark
+            or base.collective != sight.collective
+            or sight.cpu_s - base.cpu_s > idle_cpu_s
+        ):
+            if base is not None:
+                self._moved_at[rank] = now
+            self._base[rank] = sight
+
+    def still(self, rank: int) -> bool:
+        """Whether ``rank`` has not moved for ``stuck_after_s``."""
+        return (
+            self._base[rank] is not None
+            and time.monotonic() - self._moved_at[rank] >= self._stuck_after_s
+        )
+
+    def stuck(self, running: Iterable[int], some_ended: bool) -> bool:
+        """Whether the ranks that still run can only wait for ever."""
+        ranks = list(running)
+        waits = any((s := self.last[r]) is not None and s.in_collective for r in ranks)
+        return bool(ranks) and all(map(self.still, ranks)) and (waits or some_ended)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank's line in the table of stuck ranks."""
+
+    rank: int
+    state: str
+    """``finished``, ``failed``, ``waiting`` (in a collective), ``idle`` or ``running``."""
+    collective: str
+    where: str
+
+
+def stuck_table(rows: Sequence[Row]) -> str:
+    """Lay the rows out in columns, with a title line."""
+    cells = [("rank", "state", "last collective", "where")]
+    cells += [(str(row.rank), row.state, row.collective, row.where) for row in rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(3)]
+    return "\n".join(
+        "  ".join([c.ljust(w) for c, w in zip(row, widths, strict=False)] + [row[3]])
+        for row in cells
+    )
