@@ -375,7 +375,7 @@ def _measure() -> dict[str, Any]:
 @pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda w: f"{w} ranks")
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What every rank measured, in rank order."""
-    measured = launch(_measure, num_ranks=request.param, init=True)
+    measured = launch(_measure, num_ranks=request.param, init=True, device="cpu")
     assert len(measured) == request.param
     return measured
 
