@@ -3,7 +3,8 @@
 A rank is a process that the parent has started (`ddp_lab.ranks`). Its main thread
 receives calls and sends back what came out. A second thread answers the parent's
 question "what are you doing?" and ends the process as soon as the parent is gone,
-however it went. Both talk through socket pairs that the rank was born with: nothing listens.
+however it went. Both talk through socket pairs that the rank was born with: nothing
+listens.
 
 Nothing here imports torch before the environment variables of the call are set, because
 OpenMP reads its thread count once, when torch is loaded.
@@ -12,6 +13,7 @@ OpenMP reads its thread count once, when torch is loaded.
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import linecache
 import multiprocessing
 import os
@@ -31,7 +33,18 @@ from typing import Any, TextIO
 from ddp_lab import payload
 from ddp_lab.stuck import last_collective, look, short_name, user_line
 
-__all__ = ["Call", "Failed", "Returned", "rank_main", "send_record"]
+__all__ = [
+    "STACK_SIGNAL",
+    "Call",
+    "Failed",
+    "Returned",
+    "kill_group",
+    "rank_main",
+    "send_record",
+]
+
+STACK_SIGNAL = getattr(signal, "SIGUSR2", signal.SIGTERM)
+"""Makes a rank write its stack into the crash pipe, even inside native code."""
 
 _CONNECTION_LOST = re.compile(
     "closed by peer|reset by peer|connection refused|broken pipe|remote process exited"
@@ -75,6 +88,8 @@ class Failed:
 
 
 _calls: Connection | None = None
+_crash: Connection | None = None  # kept open for faulthandler
+_in_call = False  # the user's code is running
 _sending = threading.Lock()
 
 
@@ -94,19 +109,27 @@ def send_record(**fields: Any) -> None:
 
 
 def rank_main(
-    calls: Connection, control: Connection, out: Connection, err: Connection
+    calls: Connection,
+    control: Connection,
+    out: Connection,
+    err: Connection,
+    crash: Connection,
 ) -> None:
     """Run calls until the parent says that it is enough, or is gone."""
-    global _calls
+    global _calls, _crash
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # the terminal's Ctrl-C is for the parent, which stops us
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _interrupt)
     for source, target in ((out, 1), (err, 2)):
         os.dup2(source.fileno(), target)
         source.close()
     # a new wrapper: the old one may remember that fd 1 was a file
     sys.stdout = _line_buffered(1)
     sys.stderr = _line_buffered(2)
+    _crash = crash
+    faulthandler.enable(file=crash.fileno())
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(STACK_SIGNAL, file=crash.fileno())
     parent = os.getppid()
     threading.Thread(
         target=_answer, args=(control, parent), daemon=True, name="ddp_lab control"
@@ -117,6 +140,12 @@ def rank_main(
         while (call := pickle.loads(calls.recv_bytes())) is not None:
             exit_code = 0 if _run(calls, call) else 1
     _leave(exit_code)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    """Raise KeyboardInterrupt in the user's code, never in ours."""
+    if _in_call:
+        raise KeyboardInterrupt
 
 
 def _line_buffered(descriptor: int) -> TextIO:
@@ -147,11 +176,11 @@ def kill_group(pid: int) -> None:
 
 def _run(calls: Connection, call: Call) -> bool:
     """Run one call and report; say whether it returned."""
+    global _in_call
     os.environ.update(call.env)
+    blob = calls.recv_bytes()
     try:
-        blob = calls.recv_bytes()
-        handles = [reduction.recv_handle(calls) for _ in range(call.num_shared)]
-        storages = [_open_shared(handle, calls) for handle in handles]
+        storages = [_open_shared(calls) for _ in range(call.num_shared)]
         fn, args, kwargs = payload.unpack_call(blob, call.sources, storages)
         del blob
         if sys.platform == "linux":
@@ -162,12 +191,15 @@ def _run(calls: Connection, call: Call) -> bool:
             sys.modules["torch"].set_num_threads(call.num_threads)
         with _sending:
             calls.send_bytes(pickle.dumps(("began", None)))
+        _in_call = True
         value = _call(fn, args, kwargs, call)
+        _in_call = False
         try:
             result = payload.pack(value)
         except Exception as error:
             raise payload.explain("the return value", value, error) from None
     except BaseException as error:
+        _in_call = False
         if isinstance(error, SystemExit) and error.code in (None, 0):
             result = payload.pack(None)  # a script's way to say that all went well
         else:
@@ -182,10 +214,11 @@ def _run(calls: Connection, call: Call) -> bool:
     return True
 
 
-def _open_shared(handle: int, calls: Connection) -> Any:
+def _open_shared(calls: Connection) -> Any:
     from torch import UntypedStorage
 
     size = pickle.loads(calls.recv_bytes())
+    handle = reduction.recv_handle(calls)
     try:
         return UntypedStorage._new_shared_fd_cpu(handle, size)  # type: ignore[attr-defined]
     finally:

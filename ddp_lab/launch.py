@@ -66,8 +66,12 @@ def launch(
 
     **Cost**: about a second, most of it to import torch in each rank.
     """
-    num_ranks = _check(fn, num_ranks, device, start_method)
-    packed = pack_call(fn, args, kwargs)
+    __tracebackhide__ = True  # in a notebook, the cell's line is what matters
+    try:
+        num_ranks = _check(fn, num_ranks, device, start_method)
+        packed = pack_call(fn, args, kwargs)
+    except BadInput as error:
+        raise error.with_traceback(None) from None
     if len(packed.blob) > _NOTICE_BYTES:
         size_mb = len(packed.blob) / 2**20
         print(

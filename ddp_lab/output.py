@@ -4,44 +4,58 @@ Each rank writes into two pipes (its stdout and stderr). Rank 0's text appears a
 as it comes, so that a progress bar moves. The lines of the others wait, and follow in
 rank order when the call ends, each with its ``[rank 1]`` mark. The text of a cell is
 therefore the same every time, whichever rank was faster.
+
+No line is lost and no rank waits for the screen. A notebook, though, stands a megabyte
+of text in a cell and not a hundred: there the middle of a longer output is left out,
+and a line says in which file the whole of it is.
 """
 
+import bisect
 import codecs
+import itertools
+import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import IO
 
 __all__ = ["Output"]
 
-_EVERY_S = 0.05  # a chatty rank is shown in batches: jupyter drops over 1000 messages/s
-_IN_MEMORY_BYTES = (
-    2**20
-)  # of waiting output a stream; the rest waits in a temporary file
+_EVERY_S = 0.05  # show batches: jupyter drops messages above 1000 a second
+_IN_MEMORY_BYTES = 2**20  # of waiting text a stream; the rest is in a temporary file
+_NOTEBOOK_BYTES = 2**20  # shown of rank 0, and of all others together
+_LAST_LINES = 20  # shown of what was left out
 
 
 class Output:
     """Collect what the ranks write during one call, and show it in order."""
 
-    def __init__(self, num_ranks: int, *, echo: bool = True) -> None:
+    def __init__(
+        self, num_ranks: int, *, echo: bool = True, limit_bytes: int | None = None
+    ) -> None:
+        if limit_bytes is None and _in_notebook():
+            limit_bytes = _NOTEBOOK_BYTES
         self._echo = echo
-        self._decoders = [
-            codecs.getincrementaldecoder("utf-8")("replace") for _ in range(2)
-        ]
+        self._limit = limit_bytes
+        self._num_ranks = num_ranks
+        decoder = codecs.getincrementaldecoder("utf-8")
+        self._decoders = [decoder("replace") for _ in range(2)]
         self._pending: list[list[str]] = [[], []]  # rank 0's text, by stream
+        self._shown = [0, 0]  # characters of rank 0's text
+        self._last = ["\n", "\n"]  # rank 0's last character
         self._shown_at = 0.0
-        self._line_open = [False, False]  # rank 0's last line has no end yet
-        self._waiting: list[list[IO[bytes]]] = [
-            [tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES) for _ in range(2)]  # type: ignore[misc]
-            for _ in range(num_ranks - 1)
-        ]
+        self._folder: str | None = None  # for what was left out
+        # all text of each rank, by stream; deleted when closed, readable by us only
+        self._kept = [[_temporary() for _ in range(2)] for _ in range(num_ranks)]
 
     def feed(self, rank: int, stream: int, data: bytes) -> None:
         """Take what ``rank`` wrote to its stdout (stream 0) or stderr (stream 1)."""
-        if rank == 0:
+        live = rank == 0 and self._echo
+        if live:
             self._pending[stream].append(self._decoders[stream].decode(data))
-        else:
-            self._waiting[rank - 1][stream].write(data)
+        if not live or self._limit is not None:
+            self._kept[rank][stream].write(data)
 
     def show(self) -> float | None:
         """Show rank 0's new text, if it is time; return the seconds until it is."""
@@ -50,43 +64,113 @@ class Output:
         wait_s = self._shown_at + _EVERY_S - time.monotonic()
         if wait_s > 0:
             return wait_s
-        self._show_now()
+        self._show_live()
         return None
 
-    def _show_now(self) -> None:
+    def _show_live(self) -> None:
         for stream in range(2):
             text = "".join(self._pending[stream])
             self._pending[stream].clear()
+            if self._limit is not None:
+                text = text[: max(0, self._limit - self._shown[stream])]
             if text:
-                self._line_open[stream] = not text.endswith("\n")
-                self._write(stream, text)
+                self._shown[stream] += len(text)
+                self._last[stream] = text[-1]
+                _write(stream, text)
         self._shown_at = time.monotonic()
 
-    def finish(self) -> None:
-        """Show all that is left: the other ranks' lines, in rank order."""
-        self._show_now()
-        for stream in range(2):
-            if self._line_open[stream] and any(
-                spools[stream].tell() for spools in self._waiting
-            ):
-                self._write(stream, "\n")
-        for rank, spools in enumerate(self._waiting, start=1):
-            for stream, spool in enumerate(spools):
-                spool.seek(0)
-                lines = [_marked(rank, line) for line in spool]
-                if lines:
-                    self._write(stream, "".join(lines))
-                spool.close()
-        self._waiting.clear()
+    def finish(self, *, failed: bool = False) -> None:
+        """Show the rest: the other ranks' lines, in rank order.
 
-    def _write(self, stream: int, text: str) -> None:
+        After a failure even a call without echo shows its output.
+        """
         if self._echo:
-            target = (sys.stdout, sys.stderr)[stream]
-            target.write(text)
-            target.flush()
+            self._show_live()
+            self._end_live()
+        first = 1 if self._echo else 0
+        if self._echo or failed:
+            for rank in range(first, self._num_ranks):
+                for stream in range(2):
+                    self._show_kept(rank, stream)
+        for kept in self._kept:
+            for file in kept:
+                file.close()
+
+    def _end_live(self) -> None:
+        """Close rank 0's open line, and say what of it was left out."""
+        others = any(file.tell() for kept in self._kept[1:] for file in kept)
+        for stream in range(2):
+            file = self._kept[0][stream]
+            cut = self._limit is not None and self._shown[stream] >= self._limit
+            if self._last[stream] != "\n" and (others or cut):
+                _write(stream, "\n")
+            if cut:
+                file.seek(0)
+                tail = [_plain(line) + "\n" for line in list(file)[-_LAST_LINES:]]
+                _write(stream, self._note(0, stream) + "".join(tail))
+
+    def _show_kept(self, rank: int, stream: int) -> None:
+        file = self._kept[rank][stream]
+        limit = self._limit and self._limit // max(1, self._num_ranks - 1)
+        size = file.tell()
+        file.seek(0)
+        if limit is None or size <= limit:
+            for text in _batches(rank, file):
+                _write(stream, text)
+            return
+        lines = list(file)
+        ends = list(itertools.accumulate(map(len, lines)))
+        count = bisect.bisect_right(ends, limit)  # whole lines that fit
+        head = "".join(_marked(rank, line) for line in lines[:count])
+        tail = "".join(_marked(rank, line) for line in lines[count:][-_LAST_LINES:])
+        _write(stream, head + self._note(rank, stream) + tail)
+
+    def _note(self, rank: int, stream: int) -> str:
+        """Save a rank's whole output and say where."""
+        if self._folder is None:
+            self._folder = tempfile.mkdtemp(prefix="ddp_lab-output-")
+        name = f"rank{rank}-{('stdout', 'stderr')[stream]}.txt"
+        path = os.path.join(self._folder, name)
+        file = self._kept[rank][stream]
+        file.seek(0)
+        with open(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600), "wb") as whole:
+            while data := file.read(2**20):
+                whole.write(data)
+        return (
+            f"[rank {rank}: too much for a notebook; all of it is in {path}, "
+            f"the last lines are]\n"
+        )
+
+
+def _temporary() -> tempfile.SpooledTemporaryFile[bytes]:
+    return tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES)
+
+
+def _batches(rank: int, file: IO[bytes]) -> Iterator[str]:
+    batch: list[str] = []
+    for line in file:
+        batch.append(_marked(rank, line))
+        if len(batch) == 10_000:
+            yield "".join(batch)
+            batch.clear()
+    yield "".join(batch)
+
+
+def _plain(line: bytes) -> str:
+    """One line as text; of a progress bar's many states, the last."""
+    return line.decode("utf-8", "replace").rstrip("\r\n").rsplit("\r", 1)[-1]
 
 
 def _marked(rank: int, line: bytes) -> str:
-    """One whole line with its mark; of a progress bar's many states, the last."""
-    text = line.decode("utf-8", "replace").rstrip("\r\n").rsplit("\r", 1)[-1]
-    return f"[rank {rank}] {text}\n"
+    return f"[rank {rank}] {_plain(line)}\n"
+
+
+def _write(stream: int, text: str) -> None:
+    if text:
+        target = (sys.stdout, sys.stderr)[stream]
+        target.write(text)
+        target.flush()
+
+
+def _in_notebook() -> bool:
+    return type(sys.stdout).__module__.startswith("ipykernel")

@@ -127,7 +127,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.storages.append(storage)
             return _shared_storage, (len(self.storages) - 1,)
         flat = torch.empty(0, dtype=torch.uint8).set_(storage.cpu())
-        return _own_storage, (pickle.PickleBuffer(flat.numpy()),)
+        return _own_storage, (pickle.PickleBuffer(flat.numpy()),)  # type: ignore[arg-type]
 
     def _renamed(self, code: types.CodeType) -> types.CodeType:
         """Call a cell "Cell In[5]" instead of "/tmp/ipykernel_12/345.py"."""
@@ -160,7 +160,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 def _cell_name(filename: str) -> str | None:
     """ "Cell In[5]" for the code of a notebook cell, None for anything else."""
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
+    shell: Any = ipython.get_ipython() if ipython is not None else None
     try:
         parts = shell.compile.format_code_name(filename)
     except AttributeError:
@@ -276,7 +276,8 @@ def _explain_call(
 
 def explain(name: str, value: Any, error: Exception) -> NotSendable:
     """Find the innermost part of ``value`` that cannot travel, and say what to do."""
-    path, culprit, seen = name, value, set()
+    path, culprit = name, value
+    seen: set[int] = set()
     while id(culprit) not in seen and len(seen) < 20:
         seen.add(id(culprit))
         for step, part in _parts(culprit):

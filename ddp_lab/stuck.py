@@ -17,6 +17,7 @@ computing too, and is ended by ``timeout_s``.
 import json
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -35,12 +36,15 @@ __all__ = [
     "user_line",
 ]
 
+Line = tuple[str, int, str]  # file name, line number, function
+
 _IDLE_CPU_SHARE = 0.02  # a waiting rank's helper threads use 0.6 % of a core
 _LIBRARIES = tuple(
     path + os.sep
     for path in {sysconfig.get_paths()[k] for k in ("stdlib", "purelib", "platlib")}
 )
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_DISTRIBUTED = os.sep + os.path.join("torch", "distributed", "distributed_c10d")
 _PLUMBING = tuple(_PACKAGE + n for n in ("inside.py", "payload.py", "stuck.py"))
 
 
@@ -70,23 +74,25 @@ def look() -> Sight:
         frames.append((frame.f_code, frame.f_lineno or 0, frame.f_lasti))
         frame = frame.f_back
     frames.reverse()
-    collective, open_ = last_collective()
     lines = [(code.co_filename, line, code.co_name) for code, line, _ in frames]
+    collective, open_ = last_collective()
+    inside = [name for file, _, name in lines if _DISTRIBUTED in file]
+    if not open_ and inside:  # the recorder leaves some out, such as recv
+        collective = inside[-1]
     return Sight(
         where=user_line(lines),
-        stack="".join(_frame_text(*line) for line in lines if not _plumbing(line[0])),
+        stack=stack_text(lines),
         mark=tuple((code.co_filename, lasti) for code, _, lasti in frames),
         cpu_s=time.process_time(),
         collective=collective,
-        in_collective=open_ or _in_torch_distributed(frames),
+        in_collective=open_ or bool(inside) or _arriving(lines),
     )
 
 
 def last_collective() -> tuple[str, bool]:
     """The last collective this rank entered, and whether it is still under way."""
     try:  # torch may be half imported, and the recorder's reader is a private name
-        if not sys.modules["torch.distributed"].is_initialized():
-            return "-", False
+        initialized = sys.modules["torch.distributed"].is_initialized()
         recorder = sys.modules["torch._C._distributed_c10d"]
         entries = json.loads(recorder._dump_fr_trace_json())["entries"]
     except Exception:
@@ -96,25 +102,32 @@ def last_collective() -> tuple[str, bool]:
     last = entries[-1]
     name = str(last.get("profiling_name", "?")).rpartition(":")[2].split(" ")[0]
     number = last.get("p2p_seq_id" if last.get("is_p2p") else "collective_seq_id")
-    return f"{name} #{number}", not last.get("retired", True)
+    return f"{name} #{number}", initialized and not last.get("retired", True)
 
 
-def _in_torch_distributed(frames: Sequence[tuple[CodeType, int, int]]) -> bool:
-    part = os.sep + os.path.join("torch", "distributed") + os.sep
-    return any(part in code.co_filename for code, _, _ in frames) or any(
-        code.co_filename == _PACKAGE + "world.py" for code, _, _ in frames
-    )
+def _arriving(lines: Sequence[Line]) -> bool:
+    """Whether the rank waits for the others in `join_world`."""
+    return any(file == _PACKAGE + "world.py" and fn == "_meet" for file, _, fn in lines)
 
 
-def _plumbing(filename: str) -> bool:
-    return filename in _PLUMBING or os.path.basename(filename) in (
-        "process.py",
-        "spawn.py",
-        "forkserver.py",
-    )
+def sight_from_dump(text: str) -> Sight | None:
+    """Read what faulthandler wrote about the main thread, if it did."""
+    for thread in re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE):
+        if " in rank_main" in thread:
+            found = re.findall(r'File "(.*)", line (\d+) in (.*)', thread)
+            lines = [(file, int(line), fn) for file, line, fn in reversed(found)]
+            return Sight(
+                where=user_line(lines),
+                stack=stack_text(lines),
+                mark=(),
+                cpu_s=0.0,
+                collective="-",
+                in_collective=any(_DISTRIBUTED in file for file, _, _ in lines),
+            )
+    return None
 
 
-def user_line(lines: Iterable[tuple[str, int, str]]) -> str:
+def user_line(lines: Iterable[Line]) -> str:
     """The innermost line that the user wrote, of frames given outermost first."""
     frames = [line for line in lines if not line[0].startswith("<frozen")]
     for skip in ((*_LIBRARIES, _PACKAGE), (*_LIBRARIES, *_PLUMBING)):
@@ -130,10 +143,17 @@ def _line_text(filename: str, number: int) -> str:
     return f"{name}, line {number}" + (f": {source}" if source else "")
 
 
-def _frame_text(filename: str, number: int, function: str) -> str:
-    source = linecache.getline(filename, number).strip()
-    text = f"  {short_name(filename)}, line {number}, in {function}\n"
-    return text + (f"    {source}\n" if source else "")
+def stack_text(lines: Sequence[Line]) -> str:
+    """The stack from the user's function inwards, with source lines."""
+    first = max(
+        (i + 1 for i, line in enumerate(lines) if line[0] in _PLUMBING), default=0
+    )
+    text = ""
+    for filename, number, function in lines[first:]:
+        source = linecache.getline(filename, number).strip()
+        text += f"  {short_name(filename)}, line {number}, in {function}\n"
+        text += f"    {source}\n" if source else ""
+    return text
 
 
 def short_name(filename: str) -> str:
@@ -148,7 +168,7 @@ class Watch:
     """Compare the ranks' sights and tell when nobody moves any more."""
 
     def __init__(self, num_ranks: int, stuck_after_s: float) -> None:
-        self._stuck_after_s = stuck_after_s
+        self.stuck_after_s = stuck_after_s
         self._base: list[Sight | None] = [None] * num_ranks  # sight of the last move
         self._moved_at = [time.monotonic()] * num_ranks
         self.last: list[Sight | None] = [None] * num_ranks
@@ -178,7 +198,7 @@ class Watch:
         """Whether ``rank`` has not moved for ``stuck_after_s``."""
         return (
             self._base[rank] is not None
-            and time.monotonic() - self._moved_at[rank] >= self._stuck_after_s
+            and time.monotonic() - self._moved_at[rank] >= self.stuck_after_s
         )
 
     def stuck(self, running: Iterable[int], some_ended: bool) -> bool:
@@ -194,7 +214,7 @@ class Row:
 
     rank: int
     state: str
-    """``finished``, ``failed``, ``waiting`` (in a collective), ``idle`` or ``running``."""
+    """finished, failed, waiting (in a collective), idle, or running."""
     collective: str
     where: str
 

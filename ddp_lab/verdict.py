@@ -1,0 +1,193 @@
+"""From what became of each rank to the one error that explains it.
+
+A failure spreads: when a rank dies, the collectives of all others break too. So the
+question is who was first. Errors that only say "the connection is gone" are
+consequences and never the cause, unless nothing else happened: then some rank left
+while others still needed it, and the table of stuck ranks says so.
+"""
+
+import contextlib
+import signal
+import time
+from collections.abc import Mapping, Sequence
+
+from ddp_lab.errors import Failure, RankFailed, RanksStuck
+from ddp_lab.inside import Failed, Returned
+from ddp_lab.payload import unpack
+from ddp_lab.stuck import Row, Sight, Watch, stuck_table
+
+__all__ = ["died", "failure_error", "rows_of", "stuck_error"]
+
+Outcome = Returned | Failed | None  # None: still running
+
+_LIKELY_CAUSE = {
+    "SIGKILL": "killed from outside, most likely because memory ran out: each rank "
+    "holds its own copy of what it is given",
+    "SIGSEGV": "it crashed in native code",
+    "SIGBUS": "most likely /dev/shm is full: give the machine or container more shared "
+    "memory, or use DataLoader(num_workers=0)",
+    "SIGABRT": "native code gave up; its reason is in the output above",
+    "SIGTERM": "ended from outside",
+}
+_SIZES_DIFFER = "Received data size doesn't match expected size"
+
+
+def died(exit_code: int | None, sight: Sight | None, last_output: str) -> Failed:
+    """Describe a rank that ended without a word.
+
+    Args:
+        exit_code: of the process, minus the signal's number if it was killed.
+        sight: where it crashed, if it could still say so.
+        last_output: the end of its stderr.
+    """
+    if exit_code is not None and exit_code < 0:
+        try:
+            kind = signal.Signals(-exit_code).name
+        except ValueError:
+            kind = f"signal {-exit_code}"
+        message = _LIKELY_CAUSE.get(kind, "the process was killed")
+        if _SIZES_DIFFER in last_output:
+            message = "two ranks gave tensors of different sizes to one collective"
+    else:
+        kind = "exit"
+        message = f"the process ended with exit code {exit_code}, fn did not return"
+    return Failed(
+        kind=kind,
+        message=message,
+        text=f"Stack (innermost call last):\n{sight.stack}" if sight else "",
+        where=sight.where if sight else "",
+        at_s=time.monotonic(),
+        consequence=False,
+        exit_code=exit_code,
+        exception=None,
+        collective="-",
+    )
+
+
+def rows_of(outcomes: Sequence[Outcome], watch: Watch) -> list[Row]:
+    """One line a rank: what it was doing when the call ended."""
+    return [_row(rank, outcome, watch) for rank, outcome in enumerate(outcomes)]
+
+
+def _row(rank: int, outcome: Outcome, watch: Watch) -> Row:
+    sight = watch.last[rank]
+    seen = sight.collective if sight is not None else "-"
+    if isinstance(outcome, Returned):
+        last = outcome.collective if outcome.collective != "-" else seen
+        return Row(rank, "finished", last, "returned")
+    if isinstance(outcome, Failed):
+        last = outcome.collective if outcome.collective != "-" else seen
+        if outcome.consequence:
+            return Row(rank, "waiting", last, outcome.where)
+        text = f"{outcome.kind}: {outcome.message}".splitlines()[0]
+        return Row(rank, "failed", last, f"{outcome.where} ({text})".strip())
+    if sight is None:
+        return Row(rank, "running", "-", "gave no answer")
+    state = "running"
+    if sight.in_collective:
+        state = "waiting"
+    elif watch.still(rank):
+        state = "idle"
+    return Row(rank, state, sight.collective, sight.where)
+
+
+def stuck_error(why: str, outcomes: Sequence[Outcome], watch: Watch) -> RanksStuck:
+    """The error for ranks that could only wait, or whose time was over."""
+    rows = rows_of(outcomes, watch)
+    stacks = []
+    for row, outcome in zip(rows, outcomes, strict=True):
+        sight = watch.last[row.rank]
+        if isinstance(outcome, Failed):
+            stacks.append(f"Rank {row.rank}:\n{outcome.text}")
+        elif outcome is None and sight is not None:
+            stacks.append(f"Rank {row.rank}, innermost call last:\n{sight.stack}")
+    open_ = [row.rank for row in rows if row.state not in ("finished", "failed")]
+    lines = [f"{_ranks(open_)} of {len(rows)} {why}", stuck_table(rows)]
+    hint = _hint(rows)
+    return RanksStuck(
+        "\n".join(lines + ([hint] if hint else [])),
+        rows=rows,
+        stacks="\n".join(stacks).rstrip(),
+    )
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    plural = "s" if len(numbers) != 1 else ""
+    return f"rank{plural} {', '.join(map(str, numbers))}"
+
+
+def _hint(rows: Sequence[Row]) -> str:
+    """What the rows together say about the cause."""
+    waiting = [row for row in rows if row.state == "waiting"]
+    left = [row.rank for row in rows if row.state == "finished"]
+    away = [row.rank for row in rows if row.state in ("idle", "running")]
+    if waiting and left:
+        return (
+            f"{_ranks(left)} returned without it: every rank must call every "
+            "collective, equally often"
+        )
+    if waiting and away:
+        return f"the others wait for {_ranks(away)} to call it too"
+    if len({row.collective for row in waiting}) > 1:
+        return (
+            "they wait in different collectives: all ranks must call the same, in order"
+        )
+    return ""
+
+
+def failure_error(outcomes: Sequence[Outcome], watch: Watch) -> RankFailed | RanksStuck:
+    """The error for a call in which at least one rank failed."""
+    failed = {r: o for r, o in enumerate(outcomes) if isinstance(o, Failed)}
+    root = _root(failed)
+    if failed[root].consequence and len(failed) < len(outcomes):
+        return stuck_error(
+            "cannot go on: a rank that is needed has left", outcomes, watch
+        )
+    order = [root, *(rank for rank in failed if rank != root)]
+    failures = [_failure(rank, failed[rank]) for rank in order]
+    others = [
+        f"rank {row.rank}: {row.state}, {row.where}"
+        for row in rows_of(outcomes, watch)
+        if row.rank != root
+    ]
+    error = RankFailed(
+        f"rank {root} of {len(outcomes)} failed: {failures[0].headline}",
+        failures=failures,
+        others=others,
+    )
+    # what concurrent.futures does: the remote traceback shows above the parent's own
+    cause = failures[0].exception
+    if cause is not None:
+        cause.__cause__ = _RemoteTraceback(error.report)
+    error.__cause__ = cause or _RemoteTraceback(error.report)
+    return error
+
+
+class _RemoteTraceback(Exception):
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def _root(failed: Mapping[int, Failed]) -> int:
+    """The rank whose failure came first."""
+    first = min(failed.values(), key=lambda f: (f.consequence, f.at_s))
+    # the same mistake on several ranks: whoever was faster, the lowest rank speaks
+    alike = (first.kind, first.where)
+    return min(rank for rank, f in failed.items() if (f.kind, f.where) == alike)
+
+
+def _failure(rank: int, failed: Failed) -> Failure:
+    exception = None
+    if failed.exception is not None:
+        with contextlib.suppress(Exception):
+            exception = unpack(failed.exception)
+    return Failure(
+        rank=rank,
+        kind=failed.kind,
+        message=failed.message,
+        traceback=failed.text,
+        where=failed.where,
+        consequence=failed.consequence,
+        exit_code=failed.exit_code,
+        exception=exception,
+    )
