@@ -120,6 +120,7 @@ def find_targets(notebooks: Path) -> list[Target]:
 
 def render(target: Target) -> NotebookNode:
     """Make the notebook of a source, without outputs and without cell ids."""
+    title_of(target.source)  # complain before anything is executed
     text = target.source.read_text(encoding="utf-8")
     cells = []
     for cell in jupytext.reads(text, fmt="py:percent").cells:
