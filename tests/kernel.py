@@ -1,13 +1,13 @@
-"""A real Jupyter kernel for tests: run cells, interrupt, kill, and count what is left."""
+"""A real Jupyter kernel for tests: run cells, interrupt, kill, count what is left."""
 
 import contextlib
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 from jupyter_client.manager import KernelManager
@@ -27,6 +27,19 @@ class Cell:
     traceback: str = ""
     messages: list[tuple[float, str, str]] = field(default_factory=list)
 
+    def keep(self, message) -> None:
+        """Take one message from the kernel."""
+        kind, content = message["msg_type"], message["content"]
+        if kind == "stream":
+            name = content["name"]
+            setattr(self, name, getattr(self, name) + content["text"])
+            self.messages.append((time.time(), name, content["text"]))
+        elif kind == "execute_result":
+            self.result = content["data"]["text/plain"]
+        elif kind == "error":
+            self.ename, self.evalue = content["ename"], content["evalue"]
+            self.traceback = _ANSI.sub("", "\n".join(content["traceback"]))
+
 
 class Kernel:
     """One kernel process; its working directory is ``folder``."""
@@ -44,38 +57,29 @@ class Kernel:
     def run(self, code: str, timeout_s: float = 120.0) -> Cell:
         """Run one cell to its end."""
         cell = Cell()
-
-        def keep(message):
-            kind, content = message["msg_type"], message["content"]
-            if kind == "stream":
-                name = content["name"]
-                setattr(cell, name, getattr(cell, name) + content["text"])
-                cell.messages.append((time.monotonic(), name, content["text"]))
-            elif kind == "execute_result":
-                cell.result = content["data"]["text/plain"]
-            elif kind == "error":
-                cell.ename, cell.evalue = content["ename"], content["evalue"]
-                cell.traceback = _ANSI.sub("", "\n".join(content["traceback"]))
-
         self.client.execute_interactive(
-            code, timeout=timeout_s, output_hook=keep, allow_stdin=False
+            code, timeout=timeout_s, output_hook=cell.keep, allow_stdin=False
         )
         return cell
 
-    def run_and(self, code: str, action, after: str = "ready") -> Cell:
-        """Run one cell; once its ranks have printed ``after``, call ``action``."""
-        timer = threading.Thread(target=self._wait_and_act, args=(after, action))
-        timer.start()
-        try:
-            return self.run(code)
-        finally:
-            timer.join()
+    def finish(self, timeout_s: float = 30.0) -> Cell:
+        """The rest of what a cell that was begun with `start` leaves behind."""
+        cell = Cell()
+        while True:
+            message = self.client.get_iopub_msg(timeout=timeout_s)
+            cell.keep(message)
+            if message["content"].get("execution_state") == "idle":
+                return cell
 
-    def _wait_and_act(self, path: str, action) -> None:
-        until = time.monotonic() + 60
-        while not os.path.exists(path) and time.monotonic() < until:
+    def start(self, code: str, until_exists: list[Path], timeout_s: float = 60) -> None:
+        """Start a cell and go on as soon as the files exist."""
+        self.client.execute(code)
+        end = time.monotonic() + timeout_s
+        while not all(path.exists() for path in until_exists):
+            assert time.monotonic() < end, "the cell did not come that far"
             time.sleep(0.02)
-        action()
+        for path in until_exists:
+            path.unlink()
 
     def children(self) -> list[psutil.Process]:
         """All processes that the kernel started, without multiprocessing's tracker."""
