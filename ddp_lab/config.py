@@ -20,79 +20,76 @@ Triple = tuple[float, float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything that decides what a training run computes."""
+    """Everything that decides what a training run computes.
+
+    A recipe is a set of values for the other settings: ``default``, digits in under a
+    minute on two CPU cores; ``article``, CIFAR-10 as in the article this lab grew from;
+    ``fast``, the article's accuracy in a small part of its time.
+    """
 
     recipe: Literal["default", "article", "fast"] = "default"
-    """Where the other settings start from. default: digits in under a minute on two
-    CPU cores; article: CIFAR-10 as in the article this lab grew from (20 epochs, global
-    batch 1024); fast: the article's accuracy in a small part of its time."""
+    """Where the settings below start from; any of them given here wins."""
 
     dataset: Dataset = "digits"
-    """What to learn. digits ships with scikit-learn; the next three are torchvision's;
-    folder reads DATA_DIR/train/CLASS/*.jpg and DATA_DIR/test (or val) likewise."""
+    """What to learn; folder reads DATA_DIR/train/CLASS/*.jpg, and test/ or val/."""
     data_dir: Path = Path("data")
-    """Folder that holds the data set (not used by digits)."""
+    """Folder that holds the data set (digits ships with scikit-learn)."""
     download: bool = False
-    """Download a torchvision data set into DATA_DIR first, if it is not there."""
+    """Download a torchvision data set into DATA_DIR if it is not there."""
     limit_train: int | None = None
     """Train on this many images only, for a first look (None: all)."""
     limit_test: int | None = None
     """Evaluate on this many images only, for a first look (None: all)."""
     image_size: int = 32
-    """Height and width in pixels at which the model sees the images."""
+    """Height and width, in pixels, at which the model sees the images."""
     crop_padding: int = 0
-    """Augmentation: pad by this many pixels, then crop at random (0: off)."""
+    """Augmentation: pad by this many pixels, crop back at random (0: off)."""
     flip: bool = False
-    """Augmentation: mirror left-right with probability 1/2."""
+    """Augmentation: mirror left-right, every other image at random."""
     mean: Triple | None = None
-    """Mean of each colour channel, 0..1, subtracted (None: the data set's own)."""
+    """Subtracted from each colour channel, 0..1 (None: the data set's mean)."""
     std: Triple | None = None
-    """Standard deviation a channel, 0..1, divided by (None: the data set's own)."""
+    """Divides each colour channel, 0..1 (None: the data set's deviation)."""
 
     model: str = "resnet18"
-    """Any classifier of torchvision.models, by name, untrained."""
+    """Any classifier of torchvision.models by name, untrained."""
     norm: Literal["batch", "sync", "group"] = "batch"
-    """Normalisation layers. batch: each rank uses its own batch's statistics; sync:
-    statistics over all ranks' batches (GPUs only); group: GroupNorm, which does not
-    look at the batch at all, so that any number of ranks trains the same model."""
+    """Batch statistics of a rank, of all ranks (GPUs only), or GroupNorm."""
 
     epochs: int = 8
     """Passes over the training images."""
     global_batch_size: int = 64
     """Images that one optimiser step sees, summed over all ranks."""
     micro_batch_size: int | None = None
-    """Images that a rank holds in memory at once; gradients are accumulated over
-    global / (ranks x micro) of them (None: global / ranks, no accumulation)."""
+    """Images a rank holds at once; accumulates up to its share (None: all of it)."""
     lr: float = 0.05
     """Learning rate; under onecycle its peak."""
     momentum: float = 0.9
-    """Momentum of SGD, 0 <= momentum < 1."""
+    """Momentum of SGD, from 0 to below 1."""
     weight_decay: float = 5e-4
     """L2 penalty of SGD."""
     nesterov: bool = True
-    """Nesterov's momentum instead of the classical one."""
+    """Nesterov momentum instead of the classical one."""
     schedule: Literal["constant", "onecycle"] = "onecycle"
-    """Learning rate over the run. onecycle: up to LR during the first 30 % of the
-    steps, then down to nearly 0."""
+    """Learning rate over the run; onecycle: up for 30 % of the steps, then to 0."""
     seed: int = 0
     """Decides initial weights, order of the images and augmentation."""
 
     num_ranks: int | None = None
-    """Processes to start on this machine (None: one a GPU, or 2 on the CPU). Under
-    torchrun or srun the launcher decides."""
+    """Processes to start (None: one a GPU, or 2 on the CPU); not under torchrun."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute. auto: one GPU a rank if there are enough, else the CPU."""
+    """Where to compute; auto: one GPU a rank if there are enough, else the CPU."""
     num_threads: int | None = None
-    """CPU threads a rank (None: cores / ranks; under torchrun OMP_NUM_THREADS)."""
+    """CPU threads a rank (None: cores / ranks; torchrun: OMP_NUM_THREADS)."""
     num_workers: int = 2
-    """DataLoader worker processes a rank, for dataset folder (the others need none)."""
+    """DataLoader processes a rank, for dataset folder (the others need none)."""
 
     out: Path | None = None
     """Folder for this run's files (None: runs/DATASET-MODEL-TIME)."""
     resume: Path | None = None
-    """Go on with the run in this folder, with its settings, from its checkpoint."""
+    """Folder of a run to go on with, from its checkpoint and with its settings."""
     log_every: int = 1
-    """Optimiser steps between two lines of history.jsonl, which average over them."""
+    """Optimiser steps between lines of history.jsonl, which average over them."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

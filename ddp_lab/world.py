@@ -23,16 +23,18 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp_lab.errors import BadInput, LabError
+from ddp_lab.errors import BadInput, LabError, RanksDisagree
 
 __all__ = [
     "World",
     "agree_any",
+    "check_same",
     "gather_json",
     "gather_over_ranks",
     "join_world",
@@ -199,7 +201,7 @@ def _meet(ranks: dict[str, int], timeout_s: float) -> dist.Store:
     if not host or not port.isdigit():
         raise BadInput(
             f"rank {rank}: MASTER_ADDR={host!r} and MASTER_PORT={port!r} must say "
-            "where rank 0 waits; torchrun sets both, for srun the job script exports them"
+            "where rank 0 waits; torchrun sets both, under srun the job script does"
         )
     # torchrun and launch() host the store themselves and say so; otherwise rank 0 does
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
@@ -312,3 +314,38 @@ def gather_json(value: Any, device: torch.device | str = "cpu") -> list[Any]:
         json.loads(bytes(row[:length].tolist()).decode())
         for row, length in zip(rows, lengths.tolist(), strict=True)
     ]
+
+
+def check_same(facts: dict[str, str], device: torch.device | str = "cpu") -> None:
+    """Stop all ranks unless they are about to do the same thing.
+
+    Ranks with different models or numbers of batches would hang in their first
+    collectives, or mix their weights in silence.
+
+    Args:
+        facts: what must be equal, by name, in an order that must be equal too.
+        device: the world's device.
+
+    Raises:
+        RanksDisagree: names the first difference, and who holds which value.
+
+    **Collective**: all ranks must call it. **Cost**: two all-gathers, of 8 bytes and of
+    the facts as text.
+    """
+    first, *others = gather_json([socket.gethostname(), list(facts.items())], device)
+    for rank, other in enumerate(others, start=1):
+        pairs = zip_longest(first[1], other[1], fillvalue=["nothing more", ""])
+        for ours, theirs in pairs:
+            if ours != theirs:
+                hosts = (first[0], other[0])
+                at = [f" on {h}" if hosts[0] != hosts[1] else "" for h in hosts]
+                raise RanksDisagree(
+                    f"the ranks disagree: rank 0{at[0]} has {_fact(ours)}, rank {rank}"
+                    f"{at[1]} has {_fact(theirs)}; give all ranks the same code, data "
+                    "and settings"
+                )
+
+
+def _fact(pair: list[str]) -> str:
+    name, value = pair
+    return f"{name} {value}".strip()

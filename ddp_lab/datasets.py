@@ -1,0 +1,325 @@
+"""Data sets: where the images come from, and what they look like once here.
+
+A data set has two splits, for training and for testing. Small ones are held in memory
+as one uint8 tensor, which the ranks of a machine share; ``folder`` keeps a list of
+image files and decodes them when they are needed. Nothing here knows about shards:
+that is step 3, in ``data.py``.
+
+Letters in shapes: N samples, C channels (3), H and W height and width in pixels.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import Dataset as TorchDataset
+
+from ddp_lab.config import TrainConfig, Triple
+from ddp_lab.errors import BadInput, LabError
+from ddp_lab.world import World, gather_json
+
+__all__ = [
+    "ImageSet",
+    "ImagesInMemory",
+    "ImagesOnDisk",
+    "load_dataset",
+    "load_dataset_together",
+]
+
+
+@dataclass(frozen=True)
+class ImagesInMemory:
+    """Images as one uint8 tensor of shape (N, C, H, W), labels int64 of shape (N,)."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def subset(self, indices: list[int]) -> "ImagesInMemory":
+        """Keep only these samples."""
+        return ImagesInMemory(self.images[indices], self.labels[indices])
+
+    def fingerprint(self) -> str:
+        """A short text that differs when any pixel or label does."""
+        digest = hashlib.sha256(self.images.numpy().data)
+        digest.update(self.labels.numpy().data)
+        return f"{len(self)} images, sha256 {digest.hexdigest()[:16]}"
+
+
+class ImagesOnDisk(TorchDataset[tuple[torch.Tensor, int, int]]):
+    """Image files, decoded when they are needed, by DataLoader workers.
+
+    Args:
+        samples: path and label of each image.
+        image_size: the shorter side is resized to this, then the centre is cut out.
+    """
+
+    def __init__(self, samples: list[tuple[str, int]], image_size: int) -> None:
+        self.samples = samples
+        self.image_size = image_size
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
+        """Image as uint8 (C, H, W), label, and the index itself.
+
+        Raises:
+            BadInput: the file is damaged or no image.
+        """
+        from PIL import Image
+        from torchvision.transforms import functional as transforms
+
+        path, label = self.samples[index]
+        try:
+            with Image.open(path) as file:
+                image = file.convert("RGB")
+        except (OSError, SyntaxError, ValueError) as error:
+            reason = str(error).replace("\n", " ")
+            raise BadInput(
+                f"image {path} cannot be read ({reason}): replace or delete it"
+            ) from error
+        image = transforms.resize(image, self.image_size, antialias=True)
+        image = transforms.center_crop(image, self.image_size)
+        return transforms.pil_to_tensor(image), label, index
+
+    def subset(self, indices: list[int]) -> "ImagesOnDisk":
+        """Keep only these samples."""
+        return ImagesOnDisk([self.samples[i] for i in indices], self.image_size)
+
+    def fingerprint(self) -> str:
+        """A short text that differs when the list of files or a label does."""
+        digest = hashlib.sha256()
+        for path, label in self.samples:  # the folder itself may differ between hosts
+            digest.update(f"{'/'.join(Path(path).parts[-2:])}:{label}\n".encode())
+        return f"{len(self)} files, sha256 of names {digest.hexdigest()[:16]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSet:
+    """A data set ready for training: two splits, class names, colour statistics."""
+
+    name: str
+    classes: tuple[str, ...]
+    mean: Triple
+    std: Triple
+    train: ImagesInMemory | ImagesOnDisk
+    test: ImagesInMemory | ImagesOnDisk
+
+
+def load_dataset(config: TrainConfig) -> ImageSet:
+    """Load a data set, downloading it first if ``config.download`` says so.
+
+    Args:
+        config: uses dataset, data_dir, download, image_size, limits, mean and std.
+
+    Returns:
+        The data set; its tensors are in this process's memory, uint8.
+
+    Raises:
+        BadInput: it is not there (says where it looked and how to get it), damaged,
+            empty, or has one class only.
+    """
+    if config.dataset == "digits":
+        data = _load_digits(config.image_size)
+    elif config.dataset == "folder":
+        data = _load_folder(config.data_dir, config.image_size)
+    else:
+        data = _load_torchvision(config.dataset, config.data_dir, config.download)
+    if len(data.classes) < 2:
+        raise BadInput(
+            f"dataset {data.name} has one class only ({data.classes[0]}): a classifier "
+            "needs at least two class folders"
+        )
+    return replace(
+        data,
+        train=_limit(data.train, config.limit_train),
+        test=_limit(data.test, config.limit_test),
+        mean=config.mean or data.mean,
+        std=config.std or data.std,
+    )
+
+
+def load_dataset_together(config: TrainConfig, world: World) -> ImageSet:
+    """Load a data set on every rank, while at most one rank downloads.
+
+    Rank 0 goes first; then one rank of every other machine, which finds the files if
+    the disk is shared and fetches them if it is not; then everybody else reads.
+
+    Raises:
+        LabError: a rank could not load it; every rank raises, so none is left waiting.
+
+    **Collective**: all ranks must call it.
+    """
+    data = None
+    turn = 0 if world.rank == 0 else 1 if world.local_rank == 0 else 2
+    for now in range(3):
+        failure = None
+        if turn == now:
+            try:
+                own = config if now < 2 else replace(config, download=False)
+                data = load_dataset(own)
+            except LabError as error:
+                failure = f"rank {world.rank}: {error}"
+        failures = [f for f in gather_json(failure, world.device) if f]
+        if failures:
+            raise BadInput(failures[0])
+    assert data is not None
+    return data
+
+
+def _limit(
+    split: ImagesInMemory | ImagesOnDisk, limit: int | None
+) -> ImagesInMemory | ImagesOnDisk:
+    """Keep ``limit`` samples, drawn over all classes, the same in every run."""
+    if limit is None or limit >= len(split):
+        return split
+    order = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))
+    return split.subset(sorted(order[:limit].tolist()))
+
+
+def _load_digits(image_size: int) -> ImageSet:
+    """1,797 handwritten digits of 8 x 8 pixels, values 0 .. 16, from scikit-learn."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) * (255 / 16)
+    size = (image_size, image_size)
+    images = F.interpolate(images, size, mode="bilinear", align_corners=False)
+    images = images.round().to(torch.uint8).expand(-1, 3, -1, -1)
+    # one fixed split, whatever the run's seed: 1,437 to learn from, 360 to test on
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    whole = ImagesInMemory(images, torch.tensor(labels, dtype=torch.int64))
+    train = whole.subset(order[360:].tolist())
+    # whole numbers add up exactly, on any number of threads: the same bits everywhere
+    grey = train.images[:, 0].long()
+    mean = grey.sum().item() / grey.numel()
+    std = math.sqrt(grey.square().sum().item() / grey.numel() - mean**2)
+    return ImageSet(
+        name="digits",
+        classes=tuple("0123456789"),
+        mean=(mean / 255,) * 3,
+        std=(std / 255,) * 3,
+        train=train,
+        test=whole.subset(order[:360].tolist()),
+    )
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A data set that torchvision reads: its class there, published statistics."""
+
+    torchvision_name: str
+    mean: Triple
+    std: Triple
+
+
+# Mean and standard deviation over all pixels of the training images.
+_TORCHVISION = {
+    "fashion-mnist": _Known("FashionMNIST", (0.2860,) * 3, (0.3530,) * 3),
+    "cifar10": _Known("CIFAR10", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": _Known("CIFAR100", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+}
+
+
+def _load_torchvision(name: str, data_dir: Path, download: bool) -> ImageSet:
+    from torchvision import datasets
+
+    known = _TORCHVISION[name]
+    reader = getattr(datasets, known.torchvision_name)
+    try:
+        splits = [
+            reader(data_dir, train=train, download=download) for train in (True, False)
+        ]
+    except Exception as error:
+        # torchvision raises RuntimeError, ValueError, OSError, pickle's errors, ...
+        where = data_dir / reader.__name__ / "raw"
+        if known.torchvision_name != "FashionMNIST":
+            where = data_dir / reader.base_folder
+        if download:
+            raise BadInput(
+                f"dataset {name} could not be downloaded to {data_dir}: "
+                f"{_first_line(error)}; check the network, or copy the files to {where}"
+            ) from error
+        found = where.exists() and any(where.iterdir())
+        state = "is incomplete or damaged" if found else "is not on disk"
+        cure = f"delete {where}, then " if found else ""
+        raise BadInput(
+            f"dataset {name} {state}: looked in {where}; {cure}either run once with "
+            f"--download, or copy the original files there"
+        ) from error
+    train, test = (
+        ImagesInMemory(_as_nchw(split.data), torch.as_tensor(split.targets))
+        for split in splits
+    )
+    return ImageSet(
+        name=name,
+        classes=tuple(splits[0].classes),
+        mean=known.mean,
+        std=known.std,
+        train=train,
+        test=test,
+    )
+
+
+def _as_nchw(pixels: Any) -> torch.Tensor:
+    """torchvision's (N, H, W, C) array or (N, H, W) tensor as uint8 (N, 3, H, W)."""
+    images = torch.as_tensor(pixels)
+    if images.dim() == 3:
+        # 28 x 28 grey: two black pixels around give 32 x 32, three equal channels
+        return F.pad(images, (2, 2, 2, 2)).unsqueeze(1).repeat(1, 3, 1, 1)
+    return images.permute(0, 3, 1, 2).contiguous()
+
+
+def _load_folder(data_dir: Path, image_size: int) -> ImageSet:
+    from torchvision.datasets import ImageFolder
+
+    test_dir = data_dir / "test"
+    if not test_dir.is_dir():
+        test_dir = data_dir / "val"
+    splits = []
+    for split_dir in (data_dir / "train", test_dir):
+        if not split_dir.is_dir():
+            raise BadInput(
+                f"dataset folder: {split_dir} is missing; images belong in "
+                f"{data_dir}/train/CLASS/ and {data_dir}/test/CLASS/ (or val/): name "
+                "another --data-dir, or move them there"
+            )
+        try:
+            splits.append(ImageFolder(str(split_dir)))
+        except FileNotFoundError as error:
+            reason = _first_line(error).rstrip(". ")
+            raise BadInput(
+                f"dataset folder {split_dir}: {reason}; remove the empty class folder or "
+                "put images into it"
+            ) from error
+    train, test = splits
+    if train.classes != test.classes:
+        odd = sorted(set(train.classes) ^ set(test.classes))
+        raise BadInput(
+            f"dataset folder: {test_dir.name}/ and train/ hold different classes, "
+            f"differing in {', '.join(odd)}; give both the same class folders"
+        )
+    for split in splits:  # open one image a class, before anything starts
+        images = ImagesOnDisk(split.samples, image_size)
+        for label in range(len(split.classes)):
+            images[split.targets.index(label)]
+    return ImageSet(
+        name="folder",
+        classes=tuple(train.classes),
+        mean=(0.485, 0.456, 0.406),  # ImageNet's, as torchvision's recipes use them
+        std=(0.229, 0.224, 0.225),
+        train=ImagesOnDisk(train.samples, image_size),
+        test=ImagesOnDisk(test.samples, image_size),
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

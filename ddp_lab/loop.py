@@ -1,0 +1,445 @@
+"""The training step, the evaluation, and the run around them.
+
+Every number reported here is the run's, not a rank's: sums over all ranks' samples,
+divided once at the end. A *tally* is such a sum before the division, a float64 tensor
+of three: loss summed over samples, correct predictions, samples.
+
+Letters in shapes: n samples in a micro-batch, K classes, W ranks.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_lab import checkpoint
+from ddp_lab.config import TrainConfig
+from ddp_lab.data import Batches, eval_loader, train_loader
+from ddp_lab.datasets import ImageSet, load_dataset_together
+from ddp_lab.errors import BadInput, Diverged
+from ddp_lab.model import build_model, wrap_model
+from ddp_lab.progress import Progress, ProgressStyle
+from ddp_lab.record import Run, describe_environment
+from ddp_lab.world import (
+    World,
+    check_same,
+    gather_over_ranks,
+    join_world,
+    sum_over_ranks,
+)
+
+__all__ = ["Training", "check_fits", "evaluate", "fit", "fit_on_rank", "train_step"]
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def train_step(
+    model: DistributedDataParallel,
+    batches: Iterator[Batch],
+    optimizer: torch.optim.Optimizer,
+    num_micro_batches: int = 1,
+) -> torch.Tensor:
+    """Do one optimiser step on one global batch.
+
+    Args:
+        model: the wrapped model. Its backward pass averages the gradients over ranks.
+        batches: this rank's micro-batches, images (n, C, H, W) and labels (n,).
+        optimizer: of the model's parameters.
+        num_micro_batches: how many of them to accumulate gradients over.
+
+    Returns:
+        This rank's tally of the step.
+
+    **Collective**: all ranks must call it. **Cost**: one all-reduce of the gradients,
+    whatever ``num_micro_batches`` is.
+    """
+    optimizer.zero_grad()
+    tallies = []
+    for k in range(1, num_micro_batches + 1):
+        images, labels = next(batches)
+        # gradients travel with the last micro-batch only; the flag is read in forward
+        last = k == num_micro_batches
+        with contextlib.nullcontext() if last else model.no_sync():
+            scores = model(images)  # (n, K)
+            loss = F.cross_entropy(scores, labels)
+            (loss / num_micro_batches).backward()
+        tallies.append(_tally(scores, labels, loss))
+    optimizer.step()
+    return torch.stack(tallies).sum(0)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, batches: Iterable[Batch], device: torch.device
+) -> dict[str, Any]:
+    """Evaluate a model on all ranks' samples, each counted exactly once.
+
+    Args:
+        model: the plain model, not the wrapped one: ranks may have different numbers
+            of batches, and the wrapper's forward can be a collective.
+        batches: this rank's share, possibly empty.
+        device: the world's device.
+
+    Returns:
+        ``loss`` and ``accuracy`` per sample, ``num_correct`` and ``num_samples`` of all
+        ranks together, the same on all ranks.
+
+    **Collective**: all ranks must call it. **Cost**: one all-reduce of 24 bytes, and
+    one broadcast of the model's buffers.
+    """
+    if dist.get_world_size() > 1:
+        for buffer in model.buffers():  # BatchNorm's statistics differ between ranks
+            dist.broadcast(buffer, src=0)
+    model.eval()
+    tally = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in batches:
+        scores = model(images)
+        tally += _tally(scores, labels, F.cross_entropy(scores, labels))
+    model.train()
+    loss_sum, num_correct, num_samples = sum_over_ranks(tally).tolist()
+    return {
+        "loss": loss_sum / num_samples,
+        "accuracy": num_correct / num_samples,
+        "num_correct": int(num_correct),
+        "num_samples": int(num_samples),
+    }
+
+
+def _tally(
+    scores: torch.Tensor, labels: torch.Tensor, mean_loss: torch.Tensor
+) -> torch.Tensor:
+    """Loss summed over samples, correct predictions, samples: float64 (3,)."""
+    correct = (scores.detach().argmax(dim=1) == labels).sum()
+    count = torch.tensor(len(labels), device=labels.device)
+    return torch.stack([mean_loss.detach().double() * count, correct, count])
+
+
+def check_fits(config: TrainConfig, data: ImageSet, world_size: int) -> None:
+    """Check, before anything starts, that this many ranks can train this data set.
+
+    Raises:
+        BadInput: the batch does not divide, or there are too few images.
+    """
+    config.batches(world_size)
+    num_train = len(data.train)
+    if num_train < world_size:
+        raise BadInput(
+            f"{num_train} training images are too few for {world_size} ranks: each "
+            "needs one at least"
+        )
+    if num_train < config.global_batch_size:
+        raise BadInput(
+            f"global_batch_size {config.global_batch_size} is more than the "
+            f"{num_train} training images: choose {num_train} or less"
+        )
+
+
+def fit_on_rank(
+    config: TrainConfig,
+    folder: Path | None,
+    data: ImageSet | None = None,
+    *,
+    progress: ProgressStyle = "lines",
+) -> dict[str, Any]:
+    """Be one rank of a training run, from joining the world to leaving it.
+
+    Args:
+        config: the settings of the run.
+        folder: where rank 0 writes the run's files (None: nowhere).
+        data: the data set, if the parent has loaded it already.
+        progress: how rank 0 reports.
+
+    Returns:
+        See `fit`.
+
+    **Collective**: every rank of the run calls it, with the same arguments.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    with join_world(device=config.device) as world:
+        if data is None:
+            data = load_dataset_together(config, world)
+        return fit(config, data, world, folder, progress=progress)
+
+
+def fit(
+    config: TrainConfig,
+    data: ImageSet,
+    world: World,
+    folder: Path | None = None,
+    *,
+    progress: ProgressStyle = "none",
+) -> dict[str, Any]:
+    """Train a classifier on all ranks and evaluate it after each epoch.
+
+    Args:
+        config: the settings of the run; ``config.resume`` goes on with that folder.
+        data: the data set, the same on all ranks.
+        world: this rank.
+        folder: where rank 0 writes the run's files (None: nowhere).
+        progress: how rank 0 reports.
+
+    Returns:
+        ``loss``, ``accuracy``, ``num_correct`` and ``num_samples`` of the last
+        evaluation, ``epochs``, ``time_s`` of training and evaluating, and
+        ``images_per_s`` of training, all ranks together. Times are each rank's own.
+
+    Raises:
+        BadInput: the settings do not fit the data or the number of ranks.
+        RanksDisagree: the ranks were given different models, data or settings.
+        Diverged: the loss became NaN or infinite; the last checkpoint is from before.
+
+    **Collective**: all ranks must call it.
+    """
+    check_fits(config, data, world.world_size)
+    micro, num_micro_batches = config.batches(world.world_size)
+    train = train_loader(data, config, world, micro)
+    test = eval_loader(data, config, world, micro)
+    steps_per_epoch = len(train) // num_micro_batches
+    model = build_model(config, len(data.classes))
+    check_same(_fingerprint(config, data, model, steps_per_epoch), world.device)
+    training = _set_up(config, model, world, steps_per_epoch)
+    run = _open_run(config, world, folder, training.step)
+
+    report = Progress(
+        "none" if world.rank else progress,
+        config.epochs,
+        steps_per_epoch,
+        training.step,
+    )
+    report.say(_opening(config, world, micro, num_micro_batches, steps_per_epoch))
+    result = None
+    try:
+        for epoch in range(training.epoch + 1, config.epochs + 1):
+            started = time.perf_counter()
+            train.set_epoch(epoch - 1)
+            tally = torch.zeros(3, dtype=torch.float64)
+            for line, part in _train_epoch(
+                training, train, epoch, steps_per_epoch, num_micro_batches, config, run
+            ):
+                tally += part
+                report.step(line)
+            training.train_s += time.perf_counter() - started
+            result = evaluate(training.model.module, test, world.device)
+            training.epoch = epoch
+            training.time_s += time.perf_counter() - started
+            eval_line = {
+                "kind": "eval",
+                "epoch": epoch,
+                "step": training.step,
+                **result,
+            }
+            if run:
+                run.append(eval_line)
+                checkpoint.save(run.checkpoint_file, training.state(config))
+            rate = training.step * config.global_batch_size / training.train_s
+            report.epoch(_means(tally), eval_line, rate)
+    finally:
+        report.close()
+    if result is None:  # resumed at the end of its last epoch
+        result = evaluate(training.model.module, test, world.device)
+    return {
+        **result,
+        "epochs": training.epoch,
+        "time_s": training.time_s,
+        "images_per_s": training.step * config.global_batch_size / training.train_s,
+    }
+
+
+@dataclass
+class Training:
+    """What changes while a run goes on, and what a checkpoint therefore holds."""
+
+    model: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    epoch: int = 0  # epochs done
+    step: int = 0  # optimiser steps done
+    time_s: float = 0.0  # seconds of training and evaluating
+    train_s: float = 0.0  # seconds of training alone
+
+    def state(self, config: TrainConfig) -> dict[str, Any]:
+        """Everything that `checkpoint.save` wants."""
+        return {
+            "model": self.model.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "progress": {name: getattr(self, name) for name in _PROGRESS},
+            "config": config.to_json(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go back to what `state` returned."""
+        self.model.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        for name in _PROGRESS:
+            setattr(self, name, state["progress"][name])
+
+
+_PROGRESS = ("epoch", "step", "time_s", "train_s")
+
+
+def _set_up(
+    config: TrainConfig, model: nn.Module, world: World, steps_per_epoch: int
+) -> Training:
+    """Wrap the model, make optimiser and schedule, and go on where a run stopped."""
+    wrapped = wrap_model(model, world, config.norm)
+    optimizer = torch.optim.SGD(
+        wrapped.parameters(),
+        lr=config.lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        nesterov=config.nesterov,
+    )
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    if config.schedule == "onecycle":
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer,
+            max_lr=config.lr,
+            total_steps=config.epochs * steps_per_epoch + 1,  # it is stepped once more
+            cycle_momentum=False,  # the momentum is a setting of its own
+        )
+    else:
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    training = Training(wrapped, optimizer, schedule)
+    if config.resume is not None:
+        training.load(checkpoint.load(Run(config.resume).checkpoint_file))
+    return training
+
+
+def _train_epoch(
+    training: Training,
+    train: Batches,
+    epoch: int,
+    steps_per_epoch: int,
+    num_micro_batches: int,
+    config: TrainConfig,
+    run: Run | None,
+) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    """Train for one epoch; yield a line of the history and its tally at each log point.
+
+    The ranks exchange their tallies at log points only, one all-gather each.
+    """
+    batches = iter(train)
+    tallies: list[torch.Tensor] = []  # this rank's, of the steps since the last line
+    started = lap = time.perf_counter()
+    for k in range(1, steps_per_epoch + 1):
+        lr = training.schedule.get_last_lr()[0]
+        tallies.append(
+            train_step(training.model, batches, training.optimizer, num_micro_batches)
+        )
+        training.schedule.step()
+        training.step += 1
+        if k % config.log_every and k < steps_per_epoch:
+            continue
+        rows = gather_over_ranks(torch.stack(tallies)).cpu()  # (W, steps, 3)
+        _check_finite(rows, training.step, epoch, run)
+        now = time.perf_counter()
+        total = rows.sum((0, 1))
+        line = {
+            "kind": "step",
+            "epoch": epoch,
+            "step": training.step,
+            **_means(total),
+            "lr": lr,
+            "images_per_s": total[2].item() / (now - lap),
+            "time_s": training.time_s + now - started,
+            "local": [_means(row) for row in rows.sum(1)],
+        }
+        if run:
+            run.append(line)
+        yield line, total
+        tallies.clear()
+        lap = now
+
+
+def _means(tally: torch.Tensor) -> dict[str, float]:
+    loss_sum, num_correct, num_samples = tally.tolist()
+    return {"loss": loss_sum / num_samples, "accuracy": num_correct / num_samples}
+
+
+def _check_finite(rows: torch.Tensor, step: int, epoch: int, run: Run | None) -> None:
+    """Stop all ranks at the first step whose loss is no number; they all see it."""
+    losses = rows[..., 0].sum(0)  # (steps,)
+    bad = (~losses.isfinite()).nonzero().flatten().tolist()
+    if not bad:
+        return
+    where = step - len(losses) + 1 + bad[0]
+    kept = ""
+    if run and run.checkpoint_file.exists():
+        kept = f"; {run.checkpoint_file} is from before, after epoch {epoch - 1}"
+    raise Diverged(
+        f"the loss became {losses[bad[0]].item()} at step {where}, in epoch {epoch}: "
+        f"try a lower --lr{kept}"
+    )
+
+
+def _fingerprint(
+    config: TrainConfig, data: ImageSet, model: nn.Module, steps_per_epoch: int
+) -> dict[str, str]:
+    """What must be equal on all ranks before the first step, by name."""
+    # these may differ: where a rank finds things, and with how many helpers it works
+    own = {"data_dir", "download", "num_ranks", "num_threads", "num_workers", "out"}
+    settings = {
+        f"setting {name} =": json.dumps(value)
+        for name, value in config.to_json().items()
+        if name not in own | {"device", "resume"}
+    }
+    parameters = {
+        f"parameter {name} of shape": str(tuple(p.shape))
+        for name, p in model.named_parameters()
+    }
+    return {
+        **settings,
+        "training data:": data.train.fingerprint(),
+        "test data:": data.test.fingerprint(),
+        "classes": ", ".join(data.classes),
+        "batches an epoch:": str(steps_per_epoch),
+        **parameters,
+    }
+
+
+def _open_run(
+    config: TrainConfig, world: World, folder: Path | None, step: int
+) -> Run | None:
+    """Create or continue the run's folder on rank 0; elsewhere None."""
+    if world.rank or folder is None:
+        return None
+    if config.resume is not None:
+        run = Run.open(folder)
+        run.cut_history(step)
+        return run
+    environment = describe_environment(
+        device=str(world.device.type),
+        device_name=torch.cuda.get_device_name() if world.backend == "nccl" else None,
+        backend=world.backend,
+        world_size=world.world_size,
+        num_threads=torch.get_num_threads(),
+    )
+    return Run.create(folder, config, environment)
+
+
+def _opening(
+    config: TrainConfig,
+    world: World,
+    micro: int,
+    num_micro_batches: int,
+    steps_per_epoch: int,
+) -> str:
+    accumulated = f" x {num_micro_batches} accumulated" if num_micro_batches > 1 else ""
+    return (
+        f"{config.model} on {config.dataset}: {world.world_size} "
+        f"{'rank' if world.world_size == 1 else 'ranks'} on {world.device.type} "
+        f"({world.backend}), {micro} images a rank{accumulated} = global batch "
+        f"{config.global_batch_size}, {steps_per_epoch} steps an epoch"
+    )

@@ -1,0 +1,209 @@
+"""What a run leaves behind: its settings, its environment and its history.
+
+    runs/NAME/
+        config.json       every setting of the run, recipe and flags resolved
+        environment.json  versions, device, backend, world size, git revision
+        history.jsonl     one JSON object a line: "step" and "eval" records
+        loss.png          the loss curve
+        checkpoint.pt     the newest checkpoint
+
+Rank 0 writes; anybody reads: ``Run.open("runs/NAME").history.steps``.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ddp_lab.config import TrainConfig
+from ddp_lab.errors import BadInput
+
+__all__ = ["History", "Run", "describe_environment", "write_atomically"]
+
+
+class History:
+    """The lines of ``history.jsonl``, in the order in which they were written."""
+
+    def __init__(self, lines: list[dict[str, Any]]) -> None:
+        self.lines = lines
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """Training: epoch, step, loss, accuracy, lr, images_per_s, time_s, local."""
+        return [line for line in self.lines if line["kind"] == "step"]
+
+    @property
+    def evals(self) -> list[dict[str, Any]]:
+        """Evaluation after an epoch: epoch, step, loss, accuracy, num_samples."""
+        return [line for line in self.lines if line["kind"] == "eval"]
+
+
+class Run:
+    """The folder of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config_file = folder / "config.json"
+        self.environment_file = folder / "environment.json"
+        self.history_file = folder / "history.jsonl"
+        self.picture_file = folder / "loss.png"
+        self.checkpoint_file = folder / "checkpoint.pt"
+
+    @classmethod
+    def open(cls, folder: str | Path) -> "Run":
+        """Open the folder of an existing run for reading.
+
+        Raises:
+            BadInput: there is no run in it.
+        """
+        run = cls(Path(folder))
+        if not run.config_file.is_file():
+            raise BadInput(
+                f"no run in {folder}: it has no config.json; the last line of a run's "
+                "output names its folder"
+            )
+        return run
+
+    @staticmethod
+    def check_free(folder: Path) -> None:
+        """Check that a new run could be written to this folder; create nothing.
+
+        Raises:
+            BadInput: it is a file, holds a run already, or cannot be written to.
+        """
+        if (folder / "config.json").exists():
+            raise BadInput(
+                f"out {folder} holds a run already: choose another --out, or go on "
+                f"with it by --resume {folder}"
+            )
+        existing = folder
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
+        if not existing.is_dir():
+            raise BadInput(f"out {folder}: {existing} is a file; choose a folder")
+        if not os.access(existing, os.W_OK):
+            raise BadInput(f"out {folder}: cannot write to {existing}; choose another")
+
+    @classmethod
+    def create(
+        cls, folder: Path, config: TrainConfig, environment: dict[str, Any]
+    ) -> "Run":
+        """Make the folder of a new run and write down what is run, and where.
+
+        Raises:
+            BadInput: see `check_free`, or the file system refuses.
+        """
+        cls.check_free(folder)
+        run = cls(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(run.environment_file, _pretty(environment))
+            write_atomically(run.config_file, _pretty(config.to_json()))
+            run.history_file.touch()
+        except OSError as error:
+            raise BadInput(f"out {folder}: {error.strerror}; choose another") from error
+        return run
+
+    @property
+    def config(self) -> TrainConfig:
+        """The settings of the run.
+
+        Raises:
+            BadInput: ``config.json`` cannot be read.
+        """
+        try:
+            return TrainConfig.from_json(json.loads(self.config_file.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise BadInput(f"{self.config_file} cannot be read: {error}") from error
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What `describe_environment` said when the run started."""
+        environment: dict[str, Any] = json.loads(self.environment_file.read_text())
+        return environment
+
+    @property
+    def history(self) -> History:
+        """What was written so far; a last line that is still incomplete is left out."""
+        return History(list(self._read_lines()))
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Add one line to the history. Rank 0 only."""
+        with self.history_file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def cut_history(self, step: int) -> None:
+        """Forget what was written after this optimiser step. Rank 0 only.
+
+        A killed run wrote lines after its last checkpoint; the resumed one will write
+        them again.
+        """
+        kept = [line for line in self._read_lines() if line["step"] <= step]
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        write_atomically(self.history_file, text)
+
+    def _read_lines(self) -> Iterator[dict[str, Any]]:
+        for text in self.history_file.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # torn by a kill
+                yield json.loads(text)
+
+
+def describe_environment(**facts: Any) -> dict[str, Any]:
+    """Describe where a run happens: enough to judge its numbers later.
+
+    Args:
+        facts: what the caller knows best: device, backend, world size, threads.
+    """
+    import torch
+    import torchvision
+
+    import ddp_lab
+
+    return {
+        "ddp_lab": ddp_lab.__version__,
+        "git_revision": _git_revision(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "platform": platform.platform(),
+        "num_cores": os.cpu_count(),
+        "command": sys.argv,
+        **facts,
+    }
+
+
+def _git_revision() -> str | None:
+    """The revision of this package's checkout, "+" when it was edited, else None."""
+    here = Path(__file__).parent
+    if not (here.parent / ".git").exists():
+        return None
+    git = ["git", "-C", str(here)]
+    try:
+        revision = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True)
+        edited = subprocess.run([*git, "diff", "--quiet", "HEAD"], check=False)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return revision.strip() + ("+" if edited.returncode else "")
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that at any moment it is whole: the old one or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _pretty(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2) + "\n"

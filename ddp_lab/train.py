@@ -1,0 +1,270 @@
+"""Train a classifier with DistributedDataParallel, from the command line.
+
+    python -m ddp_lab.train                      spawns its own ranks
+    torchrun --standalone --nproc-per-node 2 -m ddp_lab.train      joins torchrun's
+    srun python -m ddp_lab.train                 joins Slurm's
+
+This module defines no class: `python -m` runs it as ``__main__``, and spawned ranks
+would not recognise its classes.
+"""
+
+import contextlib
+import io
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ddp_lab import checkpoint
+from ddp_lab.config import RECIPES, TrainConfig
+from ddp_lab.datasets import load_dataset
+from ddp_lab.errors import BadInput, LabError, RankFailed
+from ddp_lab.launch import launch, shared
+from ddp_lab.loop import check_fits, fit_on_rank
+from ddp_lab.model import check_model
+from ddp_lab.progress import ProgressStyle
+from ddp_lab.record import Run
+from ddp_lab.world import pick_device, read_ranks
+
+__all__ = ["main", "parse_arguments", "train"]
+
+_DESCRIPTION = """Train an image classifier with PyTorch DistributedDataParallel.
+
+Without arguments: ResNet-18 on handwritten digits, on all GPUs or on two CPU ranks.
+Under torchrun or srun it joins their processes instead of starting its own.
+The run's settings, history, loss curve and checkpoint go to runs/NAME/."""
+
+# Settings that a resumed run must share with its checkpoint; the others may change.
+_KEPT_ON_RESUME = (
+    "dataset",
+    "limit_train",
+    "image_size",
+    "crop_padding",
+    "flip",
+    "model",
+    "norm",
+    "global_batch_size",
+    "lr",
+    "momentum",
+    "weight_decay",
+    "nesterov",
+    "schedule",
+    "seed",
+)
+
+
+def parse_arguments(arguments: Sequence[str]) -> TrainConfig:
+    """Turn command line arguments into settings.
+
+    A recipe, or the run to resume, gives the values that no argument names.
+
+    Raises:
+        BadInput: an argument is unknown or its value is not legal.
+        SystemExit: ``--help`` was asked for.
+    """
+    import tyro
+
+    # torch.distributed.launch, torchrun's forerunner, adds this; the variable is enough
+    arguments = [a for a in arguments if not re.match(r"--local[-_]rank(=|$)", a)]
+    resume = _value_of("--resume", arguments)
+    recipe = _value_of("--recipe", arguments)
+    if resume:
+        run = Run.open(resume)
+        defaults = replace(run.config, out=run.folder)
+    elif recipe and recipe not in RECIPES:
+        names = ", ".join(RECIPES)
+        raise BadInput(f"recipe {recipe!r} is unknown: choose one of {names}")
+    else:
+        defaults = RECIPES[recipe or "default"]
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            config = tyro.cli(
+                TrainConfig,
+                args=arguments,
+                default=defaults,
+                prog="python -m ddp_lab.train",
+                description=_DESCRIPTION,
+            )
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        raise BadInput(_unboxed(said.getvalue())) from None
+    if resume and config.out != defaults.out:
+        raise BadInput(f"out: a resumed run stays in its folder, {resume}; drop --out")
+    return config
+
+
+def _value_of(option: str, arguments: Sequence[str]) -> str | None:
+    """The last value given to an option, which is needed before all others."""
+    value = None
+    for k, argument in enumerate(arguments):
+        if argument.startswith(option + "="):
+            value = argument.partition("=")[2]
+        elif argument == option and k + 1 < len(arguments):
+            value = arguments[k + 1]
+    return value
+
+
+def _unboxed(message: str) -> str:
+    """tyro's boxed error message as one line, without its pointer to the help text."""
+    body, _, _ = message.partition("Argument helptext")
+    body, _, _ = body.partition("For full helptext")
+    body = re.sub(r"(?m)^╭.*$|\[/?bold\]", " ", body)  # the box's title, its markup
+    words = re.sub(r"[\u2500-\u257f]", " ", body).split()  # its lines
+    text = " ".join(words).removeprefix("Error parsing TrainConfig: ")
+    return text.rstrip(".") + "; see --help"
+
+
+def train(config: TrainConfig, progress: ProgressStyle = "lines") -> dict[str, Any]:
+    """Train on ranks of our own, or as one of torchrun's or Slurm's.
+
+    Everything that can be checked without ranks is checked before any is started.
+
+    Args:
+        config: the settings of the run.
+        progress: how rank 0 reports.
+
+    Returns:
+        What `fit` returns on rank 0, and ``folder``, the run's.
+
+    Raises:
+        LabError: bad input, or ranks that failed or disagree.
+    """
+    if config.resume is not None:
+        state = checkpoint.load(Run(config.resume).checkpoint_file)
+        _check_resumable(config, TrainConfig.from_json(state["config"]))
+        folder = config.resume
+    else:
+        folder = config.out or _new_folder(config)
+        Run.check_free(folder)
+    ranks = read_ranks()
+    try:
+        if ranks is None:
+            result = _spawn(config, folder, progress)
+        else:
+            _check_joined(config, ranks["world_size"])
+            result = fit_on_rank(config, folder, progress=progress)
+    finally:
+        # also when the run was stopped or diverged: the picture shows where
+        if ranks is None or ranks["rank"] == 0:
+            _draw(Run(folder))
+    return {**result, "folder": folder}
+
+
+def _spawn(
+    config: TrainConfig, folder: Path, progress: ProgressStyle
+) -> dict[str, Any]:
+    """Load the data once, start the ranks, and share one copy with all of them."""
+    num_gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    num_ranks = config.num_ranks or num_gpus or 2
+    pick_device(config.device, local_world_size=num_ranks)
+    micro, _ = config.batches(num_ranks)
+    data = load_dataset(config)
+    check_fits(config, data, num_ranks)
+    check_model(config, len(data.classes), micro)
+    results: list[dict[str, Any]] = launch(
+        fit_on_rank,
+        config,
+        folder,
+        shared(data),
+        progress=progress,
+        num_ranks=num_ranks,
+        num_threads=config.num_threads,
+    )
+    return results[0]
+
+
+def _check_joined(config: TrainConfig, world_size: int) -> None:
+    """Refuse to choose the number of ranks, which the launcher has started already."""
+    if config.num_ranks not in (None, world_size):
+        raise BadInput(
+            f"num_ranks {config.num_ranks}: the launcher started {world_size} ranks "
+            "already; leave --num-ranks out and tell torchrun or srun instead"
+        )
+
+
+def _check_resumable(config: TrainConfig, saved: TrainConfig) -> None:
+    """Refuse to go on with what would be another run."""
+    kept = list(_KEPT_ON_RESUME)
+    if config.schedule == "onecycle":
+        kept.append("epochs")  # the schedule was laid out for this many
+    differing = [
+        f"{name} {getattr(config, name)!r} (it has {getattr(saved, name)!r})"
+        for name in kept
+        if getattr(config, name) != getattr(saved, name)
+    ]
+    if differing:
+        raise BadInput(
+            f"resume {config.resume}: cannot go on with another "
+            f"{', another '.join(differing)}; drop these options or start a new run"
+        )
+
+
+def _new_folder(config: TrainConfig) -> Path:
+    """runs/DATASET-MODEL-TIME, with a number behind it if that is taken."""
+    name = f"{config.dataset}-{config.model}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, count = Path("runs", name), 1
+    while folder.exists():
+        count += 1
+        folder = Path("runs", f"{name}-{count}")
+    return folder
+
+
+def _draw(run: Run) -> None:
+    """Draw the loss curve of what has been written so far, if anything has."""
+    if run.history_file.exists() and run.history.steps:
+        from ddp_lab.plots import plot_loss, save_picture
+
+        save_picture(plot_loss(run.history), run.picture_file)
+
+
+def _summary(result: dict[str, Any]) -> str:
+    return (
+        f"test accuracy {result['accuracy']:.1%} ({result['num_correct']} of "
+        f"{result['num_samples']}) after {result['epochs']} epochs, "
+        f"{result['time_s']:.1f} s, {result['images_per_s']:.0f} images/s; "
+        f"loss curve: {Run(result['folder']).picture_file}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit status.
+
+    0: trained; 1: a rank failed or the loss diverged; 2: bad input, nothing was
+    started; 130: interrupted.
+    """
+    try:
+        config = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+        bar = sys.stderr.isatty() and read_ranks() is None
+        result = train(config, "bar" if bar else "lines")
+    except LabError as error:
+        cause = _lab_error_inside(error)
+        print(f"ddp_lab.train: {cause}", file=sys.stderr, flush=True)
+        return cause.exit_status
+    except KeyboardInterrupt:
+        print("ddp_lab.train: interrupted, all ranks are stopped", file=sys.stderr)
+        return 130
+    if (ranks := read_ranks()) is None or ranks["rank"] == 0:
+        print(_summary(result), flush=True)
+    return 0
+
+
+def _lab_error_inside(error: LabError) -> LabError:
+    """The error that a rank raised on purpose, if that is why it failed."""
+    for failure in error.failures if isinstance(error, RankFailed) else ():
+        if isinstance(failure.exception, LabError):
+            return failure.exception
+    return error
+
+
+if __name__ == "__main__":
+    # under torchrun, record() hands an unexpected error's traceback to its summary
+    sys.exit(record(main)())

@@ -1,0 +1,337 @@
+import dataclasses
+import hashlib
+import pickle
+import struct
+import time
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import datasets as torchvision_datasets
+
+from ddp_lab import datasets
+from ddp_lab.config import TrainConfig
+from ddp_lab.data import train_loader
+from ddp_lab.datasets import load_dataset, load_dataset_together
+from ddp_lab.errors import BadInput
+from ddp_lab.launch import launch
+from ddp_lab.world import World, join_world
+
+
+def test_digits():
+    data = load_dataset(TrainConfig())
+    assert (len(data.train), len(data.test)) == (1437, 360)
+    assert data.train.images.shape == (1437, 3, 32, 32)
+    assert data.train.images.dtype == torch.uint8
+    assert data.classes == tuple("0123456789")
+    assert set(data.test.labels.tolist()) == set(range(10))
+    pixels = data.train.images.float() / 255
+    assert pixels.mean().item() == pytest.approx(data.mean[0], abs=1e-6)
+    assert pixels.std().item() == pytest.approx(data.std[0], abs=1e-5)
+
+
+def test_digits_are_the_same_on_any_number_of_threads():
+    threads = torch.get_num_threads()
+    seen = []
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        data = load_dataset(TrainConfig())
+        seen.append((data.mean, data.std, data.train.fingerprint()))
+    torch.set_num_threads(threads)
+    assert seen[0] == seen[1]
+
+
+def test_limits_keep_all_classes():
+    data = load_dataset(TrainConfig(limit_train=200, limit_test=10**9))
+    assert len(data.train) == 200
+    assert len(data.test) == 360  # a limit above the size changes nothing
+    assert set(data.train.labels.tolist()) == set(range(10))
+    again = load_dataset(TrainConfig(limit_train=200))
+    assert again.train.fingerprint() == data.train.fingerprint()
+
+
+def test_fingerprint_sees_one_pixel_and_one_label():
+    split = load_dataset(TrainConfig(limit_train=50)).train
+    before = split.fingerprint()
+    split.images[3, 0, 5, 5] += 1
+    changed = split.fingerprint()
+    assert changed != before
+    split.images[3, 0, 5, 5] -= 1
+    assert split.fingerprint() == before
+    split.labels[7] = (split.labels[7] + 1) % 10
+    assert split.fingerprint() != before
+
+
+# -------------------------------------------------------------- torchvision's
+
+
+def write_fashion_mnist(root, num_train=20, num_test=10):
+    """Files in the format of the original release, with pixels of our own."""
+    raw = root / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    for prefix, n in (("train", num_train), ("t10k", num_test)):
+        pixels = generator.integers(0, 256, (n, 28, 28), dtype=np.uint8)
+        header = struct.pack(">IIII", 0x0803, n, 28, 28)
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(header + pixels.tobytes())
+        labels = (np.arange(n) % 10).astype(np.uint8)
+        header = struct.pack(">II", 0x0801, n)
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
+    return raw
+
+
+def test_fashion_mnist(tmp_path):
+    raw = write_fashion_mnist(tmp_path)
+    data = load_dataset(TrainConfig(dataset="fashion-mnist", data_dir=tmp_path))
+    assert data.train.images.shape == (20, 3, 32, 32)
+    assert data.train.labels.tolist() == [i % 10 for i in range(20)]
+    assert data.classes[0] == "T-shirt/top"
+    pixels = np.frombuffer(
+        (raw / "train-images-idx3-ubyte").read_bytes()[16:], np.uint8
+    )
+    middle = data.train.images[:, 1, 2:-2, 2:-2]
+    assert (middle.numpy() == pixels.reshape(20, 28, 28)).all()
+    assert data.train.images[:, :, :2].sum() == 0  # the two rows added above
+
+
+@pytest.fixture
+def tiny_cifar(tmp_path, monkeypatch):
+    """CIFAR-10's pickled batches with 4 images each; torchvision checks their md5."""
+    base = tmp_path / "cifar-10-batches-py"
+    base.mkdir()
+    reader = torchvision_datasets.CIFAR10
+    generator = np.random.default_rng(0)
+    lists = {"train_list": [], "test_list": []}
+    for which, names in lists.items():
+        for name, _ in getattr(reader, which):
+            pixels = generator.integers(0, 256, (4, 3072), dtype=np.uint8)
+            content = pickle.dumps({"data": pixels, "labels": [0, 1, 2, 3]})
+            (base / name).write_bytes(content)
+            names.append([name, hashlib.md5(content).hexdigest()])
+    meta = pickle.dumps({"label_names": [f"class{k}" for k in range(10)]})
+    (base / "batches.meta").write_bytes(meta)
+    for which, names in lists.items():
+        monkeypatch.setattr(reader, which, names)
+    md5 = hashlib.md5(meta).hexdigest()
+    monkeypatch.setattr(
+        reader, "meta", {"filename": "batches.meta", "key": "label_names", "md5": md5}
+    )
+    return tmp_path
+
+
+def test_cifar10(tiny_cifar):
+    data = load_dataset(TrainConfig(dataset="cifar10", data_dir=tiny_cifar))
+    assert data.train.images.shape == (20, 3, 32, 32)
+    assert data.train.images.is_contiguous()
+    with (tiny_cifar / "cifar-10-batches-py" / "data_batch_1").open("rb") as file:
+        pixels = pickle.load(file)["data"].reshape(4, 3, 32, 32)
+    assert (data.train.images[:4].numpy() == pixels).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("fashion-mnist", "FashionMNIST/raw"),
+        ("cifar10", "cifar-10-batches-py"),
+        ("cifar100", "cifar-100-python"),
+    ],
+)
+def test_missing_dataset_says_where_it_looked(tmp_path, name, where):
+    with pytest.raises(BadInput) as caught:
+        load_dataset(TrainConfig(dataset=name, data_dir=tmp_path))
+    assert str(caught.value) == (
+        f"dataset {name} is not on disk: looked in {tmp_path / where}; either run once "
+        "with --download, or copy the original files there"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_truncated_fashion_mnist(tmp_path):
+    file = write_fashion_mnist(tmp_path) / "train-images-idx3-ubyte"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(BadInput, match=r"is incomplete or damaged: looked in .*delete"):
+        load_dataset(TrainConfig(dataset="fashion-mnist", data_dir=tmp_path))
+
+
+def test_corrupt_cifar10(tiny_cifar):
+    file = tiny_cifar / "cifar-10-batches-py" / "data_batch_3"
+    file.write_bytes(b"x" + file.read_bytes()[1:])
+    with pytest.raises(BadInput, match="cifar10 is incomplete or damaged"):
+        load_dataset(TrainConfig(dataset="cifar10", data_dir=tiny_cifar))
+
+
+def test_failed_download(tmp_path, monkeypatch):
+    def no_network(*_, **__):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(torchvision_datasets.CIFAR10, "download", no_network)
+    config = TrainConfig(dataset="cifar10", data_dir=tmp_path, download=True)
+    with pytest.raises(BadInput, match=r"could not be downloaded .*no route to host"):
+        load_dataset(config)
+
+
+# --------------------------------------------------------------------- folder
+
+
+def write_folder(root, classes=("cat", "dog"), num_train=8, num_test=3, test="test"):
+    generator = np.random.default_rng(0)
+    for split, n in (("train", num_train), (test, num_test)):
+        for name in classes:
+            (root / split / name).mkdir(parents=True)
+            for k in range(n):
+                pixels = generator.integers(0, 256, (40, 50, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / name / f"{k}.png")
+    return root
+
+
+def folder_config(root, **settings):
+    return TrainConfig(dataset="folder", data_dir=root, image_size=16, **settings)
+
+
+@pytest.mark.parametrize("test", ["test", "val"])
+def test_folder(tmp_path, test):
+    data = load_dataset(folder_config(write_folder(tmp_path, test=test)))
+    assert (len(data.train), len(data.test), data.classes) == (16, 6, ("cat", "dog"))
+    image, label, index = data.train[9]
+    assert (image.shape, image.dtype) == ((3, 16, 16), torch.uint8)
+    assert (label, index) == (1, 9)
+    limited = load_dataset(folder_config(tmp_path, limit_train=6))
+    assert len(limited.train) == 6
+    assert {label for _, label in limited.train.samples} == {0, 1}
+
+
+def test_folder_fingerprint_does_not_depend_on_the_place(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    here = load_dataset(folder_config(write_folder(tmp_path / "a"))).train
+    there = load_dataset(folder_config(write_folder(tmp_path / "b"))).train
+    assert here.fingerprint() == there.fingerprint()
+    (tmp_path / "b" / "train" / "cat" / "0.png").unlink()
+    fewer = load_dataset(folder_config(tmp_path / "b")).train
+    assert fewer.fingerprint() != here.fingerprint()
+
+
+def test_folder_through_loader_workers_equals_without(tmp_path):
+    config = folder_config(write_folder(tmp_path), num_workers=1, crop_padding=2)
+    data = load_dataset(config)
+    world = World(
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        local_world_size=1,
+        device=torch.device("cpu"),
+        backend="gloo",
+    )
+    batches = []
+    for num_workers in (0, 1):
+        own = dataclasses.replace(config, num_workers=num_workers)
+        loader = train_loader(data, own, world, 5)
+        for epoch in (0, 1):
+            loader.set_epoch(epoch)
+            batches.append(list(loader))
+            assert len(batches[-1]) == len(loader) == 3
+    for k in range(3):
+        assert torch.equal(batches[0][k][0], batches[2][k][0])
+        assert torch.equal(batches[1][k][1], batches[3][k][1])
+    assert not torch.equal(batches[0][0][0], batches[1][0][0])
+
+
+def test_truncated_image_is_named_through_a_worker(tmp_path):
+    bad = write_folder(tmp_path) / "train" / "dog" / "5.png"
+    bad.write_bytes(bad.read_bytes()[:500])
+    config = folder_config(tmp_path, num_workers=1)
+    world = World(
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        local_world_size=1,
+        device=torch.device("cpu"),
+        backend="gloo",
+    )
+    loader = train_loader(load_dataset(config), config, world, 4)
+    with pytest.raises(BadInput) as caught:
+        list(loader)
+    assert str(caught.value).startswith(f"image {bad} cannot be read (")
+    assert str(caught.value).endswith("replace or delete it")
+    assert "\n" not in str(caught.value)
+
+
+def empty_class(root):
+    (root / "train" / "bird").mkdir()
+
+
+def first_image_broken(root):
+    (root / "train" / "cat" / "0.png").write_bytes(b"not an image")
+
+
+def no_test_split(root):
+    (root / "test").rename(root / "elsewhere")
+
+
+def other_test_classes(root):
+    (root / "test" / "dog").rename(root / "test" / "wolf")
+
+
+@pytest.mark.parametrize(
+    ("classes", "damage", "message"),
+    [
+        (("cat", "dog"), empty_class, "bird.*remove the empty class folder"),
+        (("cat", "dog"), first_image_broken, "0.png cannot be read"),
+        (("cat", "dog"), no_test_split, "val is missing; images belong in"),
+        (("cat", "dog"), other_test_classes, "different classes.*dog, wolf"),
+        (("cat",), None, "one class only \\(cat\\)"),
+    ],
+)
+def test_folders_that_cannot_work(tmp_path, classes, damage, message):
+    write_folder(tmp_path, classes)
+    if damage:
+        damage(tmp_path)
+    with pytest.raises(BadInput, match=message) as caught:
+        load_dataset(folder_config(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------- by all ranks
+
+
+def load_in_turn(fail):
+    """Load with a `load_dataset` that says when it was at work, and for whom."""
+    spans = []
+
+    def slow(config):
+        began = time.monotonic()
+        time.sleep(0.2)
+        if fail:
+            raise BadInput("no network")
+        spans.append((began, time.monotonic(), config.download))
+        return load_dataset(TrainConfig(limit_train=20))
+
+    datasets.load_dataset = slow
+    try:
+        with join_world(device="cpu") as world:
+            try:
+                load_dataset_together(TrainConfig(download=True), world)
+            except BadInput as error:
+                return str(error)
+    finally:
+        datasets.load_dataset = load_dataset
+    return spans
+
+
+def both_ways():
+    import os
+
+    ok = load_in_turn(fail=False)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"  # join once more, on the same store
+    return ok, load_in_turn(fail=True)
+
+
+def test_one_rank_downloads_while_the_others_wait():
+    (first, failed_0), (second, failed_1) = launch(both_ways, num_ranks=2)
+    [(_, rank_0_done, rank_0_downloads)] = first
+    [(rank_1_began, _, rank_1_downloads)] = second
+    assert rank_0_downloads
+    assert not rank_1_downloads
+    assert rank_0_done <= rank_1_began
+    assert failed_0 == failed_1 == "rank 0: no network"

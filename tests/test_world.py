@@ -1,0 +1,203 @@
+import pytest
+import torch
+
+from ddp_lab.errors import BadInput
+from ddp_lab.launch import launch
+from ddp_lab.world import (
+    agree_any,
+    check_same,
+    gather_json,
+    gather_over_ranks,
+    join_world,
+    pick_device,
+    read_ranks,
+    sum_over_ranks,
+)
+
+
+def ranks(rank, local_rank, world_size, local_world_size):
+    return {
+        "rank": rank,
+        "local_rank": local_rank,
+        "world_size": world_size,
+        "local_world_size": local_world_size,
+    }
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_PROCID": "0"}, None),  # inside an allocation, but not under srun
+        (
+            {
+                "RANK": "5",
+                "LOCAL_RANK": "1",
+                "WORLD_SIZE": "8",
+                "LOCAL_WORLD_SIZE": "4",
+            },
+            ranks(5, 1, 8, 4),
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ranks(1, 1, 2, 2)),
+        (
+            {
+                "SLURM_PROCID": "3",
+                "SLURM_LOCALID": "1",
+                "SLURM_STEP_NUM_TASKS": "4",
+                "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+            },
+            ranks(3, 1, 4, 2),
+        ),
+    ],
+)
+def test_read_ranks(environ, expected):
+    assert read_ranks(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is 'missing'"),
+        ({"RANK": "zero", "WORLD_SIZE": "2"}, "RANK is 'zero'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
+    ],
+)
+def test_read_ranks_refuses(environ, message):
+    with pytest.raises(BadInput, match=message):
+        read_ranks(environ)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "device", "local_world_size", "expected"),
+    [
+        (0, "auto", 2, "cpu"),
+        (1, "auto", 2, "cpu"),
+        (2, "auto", 2, "cuda:1"),
+        (4, "cpu", 2, "cpu"),
+        (4, "cuda", 4, "cuda:1"),
+    ],
+)
+def test_pick_device(monkeypatch, num_gpus, device, local_world_size, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert str(pick_device(device, 1, local_world_size)) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "device", "message"),
+    [
+        (0, "cuda", "no GPU"),
+        (1, "cuda", "2 ranks on this machine, but only 1 GPU"),
+        (0, "tpu", "choose auto, cpu or cuda"),
+    ],
+)
+def test_pick_device_refuses(monkeypatch, num_gpus, device, message):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    with pytest.raises(BadInput, match=message):
+        pick_device(device, 0, 2)
+
+
+def test_alone_is_a_world_of_one():
+    with join_world(device="cpu") as world:
+        assert (world.rank, world.world_size, world.backend) == (0, 1, "gloo")
+        assert sum_over_ranks(torch.tensor([3.0])).tolist() == [3.0]
+        assert agree_any(False) is False
+        assert gather_json({"é": [None, 1.5]}) == [{"é": [None, 1.5]}]
+    assert not torch.distributed.is_initialized()
+
+
+def test_group_is_closed_after_an_error():
+    with pytest.raises(RuntimeError, match="on purpose"), join_world(device="cpu"):
+        raise RuntimeError("on purpose")
+    assert not torch.distributed.is_initialized()
+
+
+def talk():
+    """Everything that ranks say to each other in world.py, in one launch."""
+    found = {}
+    with join_world(device="cpu") as world:
+        rank = world.rank
+        own = torch.tensor([[rank, 10 * rank]])
+        found["sum"] = sum_over_ranks(own).tolist()
+        found["own"] = own.tolist()
+        found["gathered"] = gather_over_ranks(own).tolist()
+        found["json"] = gather_json({"rank": rank, "text": "x" * rank})
+        found["any"] = [agree_any(rank == 2), agree_any(False)]
+        check_same({"model": "resnet18", "lr": "0.1"})
+        for name, facts in {
+            "value": {"model": "resnet18", "lr": "0.1" if rank < 2 else "0.2"},
+            "longer": {"a": "1", **({"b": "2"} if rank == 1 else {})},
+        }.items():
+            try:
+                check_same(facts)
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def test_three_ranks_talk():
+    results = launch(talk, num_ranks=3)
+    for rank, found in enumerate(results):
+        assert found["own"] == [[rank, 10 * rank]]  # the argument is not changed
+        assert found["sum"] == [[3, 30]]
+        assert found["gathered"] == [[[0, 0]], [[1, 10]], [[2, 20]]]
+        assert found["json"] == [{"rank": r, "text": "x" * r} for r in range(3)]
+        assert found["any"] == [True, False]
+        assert found["value"] == (
+            "RanksDisagree: the ranks disagree: rank 0 has lr 0.1, rank 2 has lr 0.2; "
+            "give all ranks the same code, data and settings"
+        )
+        assert "rank 0 has nothing more, rank 1 has b 2" in found["longer"]
+
+
+def arrive_alone():
+    import os
+
+    if os.environ["RANK"] == "1":
+        return "never came"
+    try:
+        with join_world(device="cpu", arrive_timeout_s=1.0):
+            return "joined"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_missing_rank_is_named():
+    said, other = launch(arrive_alone, num_ranks=2)
+    assert other == "never came"
+    assert said.startswith(
+        "LabError: 1 of 2 ranks arrived within 1 s, missing: 1. Did it fail"
+    )
+
+
+def test_unreachable_store_is_named(monkeypatch):
+    import socket
+
+    with socket.socket() as taken:  # bound but not listening: nobody answers there
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+        for name, value in {
+            "RANK": "1",
+            "LOCAL_RANK": "1",
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }.items():
+            monkeypatch.setenv(name, value)
+        with (
+            pytest.raises(Exception, match=f"no store at 127.0.0.1:{port}") as caught,
+            join_world(device="cpu", arrive_timeout_s=1.0),
+        ):
+            pass
+    assert "has rank 0 started" in str(caught.value)
+
+
+def test_address_is_asked_for(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with (
+        pytest.raises(BadInput, match="MASTER_ADDR=''"),
+        join_world(device="cpu"),
+    ):
+        pass
