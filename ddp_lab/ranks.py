@@ -289,14 +289,16 @@ class Ranks:
             )
 
     def _look(self, ranks: Sequence[_Rank], watch: Watch) -> None:
-        """Ask each rank once more what it does, and wait a moment for the answers."""
-        silent = {rank.control: rank for rank in ranks}
-        for rank in ranks:
-            rank.ask()
-        until = time.monotonic() + _ANSWER_S
-        while silent and (left_s := until - time.monotonic()) > 0:
-            for control in wait(list(silent), left_s):
-                silent.pop(control).answer(watch)
+        """Ask each rank what it does, twice: whether it computes shows in between."""
+        for pause_s in (0.1, 0.0):
+            silent = {rank.control: rank for rank in ranks}
+            for rank in ranks:
+                rank.ask()
+            until = time.monotonic() + _ANSWER_S
+            while silent and (left_s := until - time.monotonic()) > 0:
+                for control in wait(list(silent), left_s):
+                    silent.pop(control).answer(watch)
+            time.sleep(pause_s)
         for rank in silent.values():  # a signal handler needs no interpreter lock
             with contextlib.suppress(OSError):
                 os.kill(rank.process.pid, STACK_SIGNAL)

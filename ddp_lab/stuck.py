@@ -39,12 +39,14 @@ __all__ = [
 Line = tuple[str, int, str]  # file name, line number, function
 
 _IDLE_CPU_SHARE = 0.02  # a waiting rank's helper threads use 0.6 % of a core
+_BUSY_CPU_SHARE = 0.1
 _LIBRARIES = tuple(
     path + os.sep
     for path in {sysconfig.get_paths()[k] for k in ("stdlib", "purelib", "platlib")}
 )
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _DISTRIBUTED = os.sep + os.path.join("torch", "distributed", "distributed_c10d")
+_NO_WAIT = ("get_rank", "get_world_size", "is_initialized")
 _PLUMBING = tuple(_PACKAGE + n for n in ("inside.py", "payload.py", "stuck.py"))
 
 
@@ -76,9 +78,11 @@ def look() -> Sight:
     frames.reverse()
     lines = [(code.co_filename, line, code.co_name) for code, line, _ in frames]
     collective, open_ = last_collective()
-    inside = [name for file, _, name in lines if _DISTRIBUTED in file]
-    if not open_ and inside:  # the recorder leaves some out, such as recv
-        collective = inside[-1]
+    inside = [name for file, _, name in lines if _DISTRIBUTED in file][:1]
+    if inside and inside[0] in _NO_WAIT:
+        inside.clear()
+    if inside and not open_:  # the recorder leaves some out, such as recv
+        collective = inside[0]
     return Sight(
         where=user_line(lines),
         stack=stack_text(lines),
@@ -172,6 +176,8 @@ class Watch:
         self._base: list[Sight | None] = [None] * num_ranks  # sight of the last move
         self._moved_at = [time.monotonic()] * num_ranks
         self.last: list[Sight | None] = [None] * num_ranks
+        self._seen_at = [0.0] * num_ranks
+        self.busy = [False] * num_ranks  # used the CPU between the last two sights
 
     def moved(self, rank: int) -> None:
         """Note that ``rank`` showed a sign of life, such as output."""
@@ -181,8 +187,11 @@ class Watch:
     def saw(self, rank: int, sight: Sight) -> None:
         """Note what ``rank`` is doing now."""
         now = time.monotonic()
-        base = self._base[rank]
-        self.last[rank] = sight
+        base, last = self._base[rank], self.last[rank]
+        if last is not None and now > self._seen_at[rank]:
+            share = (sight.cpu_s - last.cpu_s) / (now - self._seen_at[rank])
+            self.busy[rank] = share > _BUSY_CPU_SHARE
+        self.last[rank], self._seen_at[rank] = sight, now
         idle_cpu_s = 0.05 + _IDLE_CPU_SHARE * (now - self._moved_at[rank])
         if (
             base is None

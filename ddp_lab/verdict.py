@@ -71,7 +71,7 @@ def rows_of(outcomes: Sequence[Outcome], watch: Watch) -> list[Row]:
 
 def _row(rank: int, outcome: Outcome, watch: Watch) -> Row:
     sight = watch.last[rank]
-    seen = sight.collective if sight is not None else "-"
+    seen = sight.collective if sight is not None and "#" in sight.collective else "-"
     if isinstance(outcome, Returned):
         last = outcome.collective if outcome.collective != "-" else seen
         return Row(rank, "finished", last, "returned")
@@ -83,11 +83,11 @@ def _row(rank: int, outcome: Outcome, watch: Watch) -> Row:
         return Row(rank, "failed", last, f"{outcome.where} ({text})".strip())
     if sight is None:
         return Row(rank, "running", "-", "gave no answer")
-    state = "running"
-    if sight.in_collective:
+    state = "idle"
+    if watch.busy[rank]:
+        state = "running"
+    elif sight.in_collective:
         state = "waiting"
-    elif watch.still(rank):
-        state = "idle"
     return Row(rank, state, sight.collective, sight.where)
 
 

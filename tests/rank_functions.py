@@ -1,9 +1,17 @@
 """Functions that the tests run on ranks, importable by name in a spawned process."""
 
 import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from ddp_lab.launch import send_record
 
 
 def who_am_i() -> tuple[int, int]:
@@ -16,3 +24,193 @@ def sum_of_ranks() -> float:
     total = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(total)
     return total.item()
+
+
+def environment() -> dict[str, Any]:
+    """What a rank finds when it starts."""
+    return {
+        "variables": {k: v for k, v in os.environ.items() if k.isupper()},
+        "threads": torch.get_num_threads(),
+        "cuda": torch.cuda.is_initialized(),
+        "main": sorted(k for k in vars(sys.modules["__main__"]) if k[0] != "_"),
+    }
+
+
+def step_one_weight(model: torch.nn.Module, data: torch.Tensor) -> dict[str, Any]:
+    """One step of SGD, and a write into the data."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    time.sleep(0.2)  # a shared weight would now have been stepped by both ranks
+    data[int(os.environ["RANK"])] = 7.0
+    dist.barrier()
+    return {"weight": model.weight, "data": data.clone(), "model": model}
+
+
+def print_all_ways() -> None:
+    """Write to both streams, as Python, as C and as a progress bar does."""
+    rank = os.environ["RANK"]
+    print(f"first from {rank}")
+    print(f"warning from {rank}", file=sys.stderr)
+    os.write(1, f"raw from {rank}\n".encode())
+    for percent in (0, 50, 100):
+        print(f"\r{percent} %", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    print(f"ünïcode from {rank}, no end", end="")
+
+
+def print_and_die() -> None:
+    """Rank 1 writes a line, and is killed at once."""
+    if os.environ["RANK"] == "1":
+        print("last words")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def print_much(num_lines: int) -> None:
+    """Write as fast as Python can."""
+    rank = os.environ["RANK"]
+    for line in range(num_lines):
+        print(f"line {line} of rank {rank}, with some text to fill it up")
+
+
+def send_records() -> None:
+    """Three records a rank."""
+    for step in range(3):
+        send_record(step=step, loss=torch.tensor(0.5))
+
+
+def fail_as(how: str) -> None:
+    """Rank 1 fails in one of many ways while rank 0 waits for it."""
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        if how == "raise":
+            raise ValueError("boom")
+        if how == "exit":
+            sys.exit(3)
+        if how == "_exit":
+            os._exit(0)
+        if how == "interrupt":
+            raise KeyboardInterrupt
+        os.kill(os.getpid(), getattr(signal, how))
+        time.sleep(60)
+    dist.all_reduce(torch.ones(1))
+
+
+class Unpicklable(Exception):
+    """Needs two arguments, and pickle only gives it one."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+def fail_alike() -> None:
+    """Every rank makes the same mistake, the highest first."""
+    time.sleep(0.2 * (1 - int(os.environ["RANK"])))
+    raise Unpicklable(1, 2)
+
+
+def lie_in_wait(folder: str) -> None:
+    """Meet, say so, and wait until the test says go on."""
+    dist.init_process_group("gloo")
+    dist.barrier()
+    here = Path(folder)
+    (here / f"rank{dist.get_rank()}").touch()
+    while not (here / "go").exists():
+        time.sleep(0.02)
+
+
+# Ten ways to get stuck. Each leaves the group open, as a script that hangs would.
+
+
+def rank_0_only() -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1))  # HERE
+    time.sleep(0.01)
+
+
+def barrier_missed() -> None:
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() != 1:
+        dist.barrier()  # HERE
+
+
+def other_order() -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1))  # HERE
+        dist.broadcast(torch.ones(1), 0)
+    else:
+        dist.broadcast(torch.ones(1), 0)  # HERE TOO
+        dist.all_reduce(torch.ones(1))
+
+
+def shapes_differ() -> None:
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(4 if dist.get_rank() else 400_000))  # HERE
+
+
+def uneven_batches() -> None:
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    for _ in range(3 if dist.get_rank() == 0 else 2):
+        model(torch.ones(1, 1)).sum().backward()  # HERE
+
+
+def returned_early() -> None:
+    dist.init_process_group("gloo")
+    for step in range(3):
+        if dist.get_rank() == 1 and step == 2:
+            dist.destroy_process_group()
+            return
+        dist.all_reduce(torch.ones(1))  # HERE
+
+
+def raised() -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        raise RuntimeError("cannot read the data")  # HERE TOO
+    dist.all_reduce(torch.ones(1))  # HERE
+
+
+def endless_loop() -> None:
+    dist.init_process_group("gloo")
+    step = 0
+    while dist.get_rank() == 1:
+        step += 1  # HERE TOO
+    dist.all_reduce(torch.ones(1))  # HERE
+
+
+class SleepyDataset(Dataset[int]):
+    """Rank 1's storage has stopped answering."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        if os.environ["RANK"] == "1":
+            time.sleep(3600)  # HERE TOO
+        return index
+
+
+def sleeping_loader() -> None:
+    dist.init_process_group("gloo")
+    for _ in DataLoader(SleepyDataset()):
+        dist.all_reduce(torch.ones(1))  # HERE
+
+
+def recv_without_send() -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        dist.recv(torch.ones(1), 1)  # HERE
+
+
+def compute_long(seconds: float) -> int:
+    """Rank 1 computes on after rank 0 has returned, one native call after another."""
+    if os.environ["RANK"] == "1":
+        end = time.monotonic() + seconds
+        matrix = torch.ones(400, 400)
+        while time.monotonic() < end:
+            matrix = (matrix @ matrix).clamp(max=1.0)
+    return 1
