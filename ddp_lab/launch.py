@@ -69,6 +69,9 @@ def launch(
     __tracebackhide__ = True  # in a notebook, the cell's line is what matters
     try:
         num_ranks = _check(fn, num_ranks, device, start_method)
+        _check_positive(
+            num_threads=num_threads, timeout_s=timeout_s, stuck_after_s=stuck_after_s
+        )
         packed = pack_call(fn, args, kwargs)
     except BadInput as error:
         raise error.with_traceback(None) from None
@@ -108,6 +111,8 @@ def _check(fn: Any, num_ranks: int | None, device: str, start_method: str) -> in
             f"start_method {start_method!r} is unknown: choose spawn or forkserver "
             "(fork deadlocks once this process has used threads or CUDA)"
         )
+    if device not in ("auto", "cpu", "cuda"):
+        raise BadInput(f"device {device!r} is unknown: choose auto, cpu or cuda")
     import torch
 
     num_gpus = torch.cuda.device_count() if device != "cpu" else 0
@@ -121,3 +126,9 @@ def _check(fn: Any, num_ranks: int | None, device: str, start_method: str) -> in
             'device="cpu", or start at most that many ranks'
         )
     return num_ranks
+
+
+def _check_positive(**numbers: float | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and not number > 0:
+            raise BadInput(f"{name} must be above 0, not {number!r}")
