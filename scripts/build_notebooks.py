@@ -33,6 +33,7 @@ execution fails stays as it was, and the failing cell is shown.
 """
 
 import argparse
+import base64
 import difflib
 import hashlib
 import os
@@ -375,7 +376,11 @@ def failure_text(
 
 
 def tidy(outputs: list[NotebookNode]) -> Iterator[NotebookNode]:
-    """Join the pieces in which a stream arrived, and take paths out of tracebacks."""
+    """Leave nothing in outputs that differs by chance or tells of this machine.
+
+    The pieces in which a stream arrived are joined, tracebacks lose their paths, and
+    pictures the name and version of what drew them.
+    """
     last = None
     for output in outputs:
         if output.output_type == "stream":
@@ -387,7 +392,21 @@ def tidy(outputs: list[NotebookNode]) -> Iterator[NotebookNode]:
             last = None
         if output.output_type == "error":
             output.traceback = [without_paths(text) for text in output.traceback]
+        if "image/png" in output.get("data", {}):
+            png = base64.b64decode(output.data["image/png"])
+            output.data["image/png"] = base64.b64encode(without_notes(png)).decode()
         yield output
+
+
+def without_notes(png: bytes) -> bytes:
+    """Drop the chunks of a PNG that hold text or times and no part of the picture."""
+    kept, position = png[:8], 8
+    while position < len(png):
+        end = position + 12 + int.from_bytes(png[position : position + 4], "big")
+        if png[position + 4 : position + 8] not in (b"tEXt", b"zTXt", b"iTXt", b"tIME"):
+            kept += png[position:end]
+        position = end
+    return kept
 
 
 def without_paths(text: str) -> str:

@@ -4,6 +4,7 @@ Executing is replaced here by a count, except where execution itself is the matt
 test_notebooks.py builds and compares a lesson for real.
 """
 
+import io
 import sys
 from pathlib import Path
 
@@ -342,6 +343,23 @@ def test_outputs_are_tidy(folder: Path) -> None:
     before = (folder / "02_spoken.ipynb").read_bytes()
     assert _build(folder, "02", "--force") == 0
     assert (folder / "02_spoken.ipynb").read_bytes() == before
+
+
+def test_pictures_lose_their_notes_and_nothing_else() -> None:
+    from matplotlib import image, pyplot
+
+    written, again = io.BytesIO(), io.BytesIO()
+    figure, axes = pyplot.subplots()
+    axes.plot([1, 3, 2])
+    figure.savefig(written, metadata={"Software": "a version", "Author": "somebody"})
+    figure.savefig(again, metadata={"Software": None})
+    pyplot.close(figure)
+    bare = builder.without_notes(written.getvalue())
+    assert b"a version" in written.getvalue()
+    assert bare == builder.without_notes(again.getvalue())
+    assert b"tEXt" not in bare
+    before = image.imread(io.BytesIO(written.getvalue()))
+    assert (image.imread(io.BytesIO(bare)) == before).all()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,390 @@
+# %% [markdown]
+# # Start here: one model, several processes
+#
+# > My GPU has too little memory for the batch size I want. How do I train on several?
+#
+# That question has a good answer in PyTorch: `DistributedDataParallel`, or DDP. This
+# lab lets you run the answer piece by piece, on any computer. No GPU is needed: two
+# processes on a CPU talk to each other in the same way as eight GPUs do.
+#
+# At the end of this notebook you will be able to
+#
+# - start several processes from a cell, and say what they share and what they do not,
+# - name the three steps that turn a training script into a distributed one,
+# - train a first model on two ranks, and show that one rank would train the same.
+#
+# It takes about 15 minutes.
+
+# %% [markdown]
+# ## The idea in three steps
+#
+# The batch is cut into parts, and each process works on one part with its own copy of
+# the model. Three things have to be settled, and each has its tool:
+#
+# | step | question | answer in PyTorch |
+# |---|---|---|
+# | 1 | Who am I, and how do the processes meet? | `init_process_group` |
+# | 2 | How do the copies of the model stay one model? | `DistributedDataParallel` |
+# | 3 | Who sees which sample? | `DistributedSampler` |
+#
+# A *rank* is one of the processes, and also its number, counted from 0. The *world
+# size* is how many there are. First, what have we got to work with?
+
+# %% tags=["nbval-ignore-output"]
+import os
+
+import torch
+import torch.distributed as dist
+
+print(f"PyTorch {torch.__version__}")
+print(f"{os.cpu_count()} CPU cores, {torch.cuda.device_count()} GPUs")
+assert dist.is_available()
+
+# %% [markdown]
+# Two cores are enough for everything here. With two GPUs or more, the same code uses
+# them.
+#
+# ## Two processes say hello
+#
+# `launch` starts a function on several ranks, waits for all of them, and brings back
+# what each one returned. Like PyTorch's own launcher, `torchrun`, it tells each process
+# its place through environment variables.
+#
+# **Predict:** how many lines will the next cell print, and what is in the list?
+
+# %%
+from ddp_lab.launch import launch
+
+
+def hello():
+    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    print(f"hello, I am rank {rank} of {world_size}")
+    return int(rank) * 10
+
+
+launch(hello, num_ranks=2)
+
+# %% [markdown]
+# One line a rank, and one return value a rank, in rank order. Both ran the *same*
+# function; only what they read from their environment made them different. That is how
+# all distributed training in PyTorch works: one program, started several times.
+#
+# ## What do they share?
+#
+# **Predict:** each rank adds its number to `total`. What is `total` here afterwards?
+
+# %%
+total = 100
+
+
+def add_my_rank():
+    global total
+    total += int(os.environ["RANK"])
+    return total
+
+
+print("in the ranks:", launch(add_my_rank, num_ranks=2))
+print("here:", total)
+
+# %% [markdown]
+# Nothing is shared. Every rank is a process of its own, with its own memory and its
+# own copy of `total`; what it changes, nobody else sees. This is why copies of a model
+# would drift apart if nobody cared for them.
+#
+# ## Step 1: meet
+#
+# To exchange anything, the ranks must first meet: each calls `init_process_group`. From
+# then on they can use *collectives*, operations in which every rank takes part. The one
+# that matters most is the all-reduce: each rank brings a tensor, and each leaves with
+# the sum of all.
+#
+# **Predict:** rank 0 brings 1 and rank 1 brings 2. Who holds what in the end?
+
+
+# %%
+def bring_and_sum():
+    dist.init_process_group("gloo")
+    tensor = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return tensor.item()
+
+
+launch(bring_and_sum, num_ranks=2)
+
+# %% [markdown]
+# Both hold 3. No rank is the boss: nobody collects the numbers and hands them out. The
+# word `gloo` names the library that carries the data between CPUs; between GPUs it is
+# `nccl`.
+#
+# ## Something to learn
+#
+# 1797 handwritten digits of 8 x 8 pixels ship with scikit-learn. They are shuffled, and
+# 357 of them are set aside to test with.
+
+# %%
+from sklearn.datasets import load_digits
+from torch.utils.data import TensorDataset
+
+digits = load_digits()
+order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
+images = torch.tensor(digits.images, dtype=torch.float32)[order] / 16
+labels = torch.tensor(digits.target)[order]
+dataset = TensorDataset(images[:1440], labels[:1440])
+test_images, test_labels = images[1440:], labels[1440:]
+print(len(dataset), "to train,", len(test_images), "to test,", tuple(images[0].shape))
+
+# %% [markdown]
+# Here are the first ten of them.
+
+# %%
+import matplotlib.pyplot as plt
+
+from ddp_lab.plots import RANK_COLOURS, style
+
+with plt.rc_context({**style(), "figure.figsize": (6.4, 1.2)}):
+    figure, axes = plt.subplots(1, 10)
+    for axis, image, label in zip(axes, images, labels, strict=False):
+        axis.imshow(image, cmap="gray_r")
+        axis.set_title(label.item())
+        axis.axis("off")
+    plt.show()
+
+# %% [markdown]
+# A small network will do: 64 numbers in, one score for each of the ten digits out.
+
+# %%
+from torch import nn
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+print(sum(p.numel() for p in make_model().parameters()), "parameters")
+
+# %% [markdown]
+# ## The whole training in one cell
+#
+# This is an ordinary training loop, in which the three steps are marked. Read those
+# lines closely; everything else you know.
+#
+# Two things are easy to miss. The batch size of a rank is its *share* of the global
+# batch, so that the optimiser sees the same number of samples whatever the world size.
+# And there is no line that exchanges gradients: `loss.backward()` does it, because DDP
+# has put itself into the backward pass.
+
+# %%
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+def train(num_epochs, global_batch_size):
+    dist.init_process_group("gloo")  # step 1: meet
+    model = DistributedDataParallel(make_model())  # step 2: one model
+    sampler = DistributedSampler(dataset, drop_last=True)  # step 3: shards
+    share = global_batch_size // dist.get_world_size()
+    loader = DataLoader(dataset, share, sampler=sampler, drop_last=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for epoch in range(num_epochs):
+        sampler.set_epoch(epoch)  # another order in each epoch
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()  # DDP averages the gradients over ranks
+            optimizer.step()
+            losses.append(loss.item())
+    dist.destroy_process_group()
+    return losses, model.module.state_dict()
+
+
+# %% [markdown]
+# **Predict:** after training, are the two ranks' weights equal? And the losses that the
+# two ranks have seen on the way?
+
+# %%
+results = launch(train, 6, 64, num_ranks=2)
+(losses_0, weights_0), (losses_1, weights_1) = results
+
+print("steps:", len(losses_0))
+print("weights equal:", all(weights_0[k].equal(weights_1[k]) for k in weights_0))
+print("losses equal:", losses_0 == losses_1)
+
+# %% [markdown]
+# The weights are equal to the last bit: both ranks started from the same ones and took
+# the same steps, since each step used the *averaged* gradients. The losses differ,
+# because each rank measured its own half of each batch. The loss of the run is their
+# mean.
+
+# %%
+losses = [(a + b) / 2 for a, b in zip(losses_0, losses_1, strict=True)]
+
+with plt.rc_context(style()):
+    figure, axes = plt.subplots()
+    for rank, own in enumerate([losses_0, losses_1]):
+        label = f"rank {rank}, its own half of the batch"
+        axes.plot(own, color=RANK_COLOURS[rank], alpha=0.4, label=label)
+    axes.plot(losses, color="#222222", label="the run: mean over ranks")
+    axes.set(xlabel="optimiser step", ylabel="loss (nats)", yscale="log")
+    axes.set_title("Each rank sees a noisier loss than the run has")
+    axes.legend()
+    plt.show()
+
+# %% [markdown]
+# This picture is worth a second look, since many scripts print the loss of rank 0 and
+# call it the loss of the run. It is one of the coloured lines, not the black one.
+#
+# How good is the model? We test it here, in the notebook's own process, with the
+# weights that came back.
+
+# %%
+model = make_model()
+model.load_state_dict(weights_0)
+with torch.no_grad():
+    correct = (model(test_images).argmax(dim=1) == test_labels).sum().item()
+print(f"{len(test_labels)} test images, right: ~ {correct}")
+assert correct > 320
+
+# %% [markdown]
+# ## Is it the same as one process?
+#
+# Now the promise behind all this. Run the same function on *one* rank: the global batch
+# is still 64, so that rank takes all of it.
+#
+# **Predict:** how far apart will the two curves be?
+
+# %%
+((losses_alone, weights_alone),) = launch(train, 6, 64, num_ranks=1)
+
+difference = max(abs(a - b) for a, b in zip(losses, losses_alone, strict=True))
+print(f"largest difference between the losses of 132 steps: ~ {difference:.0e}")
+assert len(losses_alone) == 132
+assert difference < 1e-3
+
+# %% [markdown]
+# They are the same curve. What is left is rounding: two halves were summed and then
+# averaged, instead of all at once. Splitting the work over ranks has changed *where* it
+# is done, and not what is computed. So if you can train a model with a batch of 64, and
+# have two GPUs with room for 32 each, you can train the very same model.
+#
+# The equality is not free. It holds because the sampler deals out the same global
+# batches, because each rank's batch is its share, and because this model has no layer
+# that looks at the whole batch. The later notebooks take these away one at a time.
+
+# %% [markdown]
+# ## The same for real
+#
+# The package `ddp_lab` contains a full training program: ResNet-18, checkpoints, exact
+# evaluation, a record of the run. Its settings are one object. On a GPU machine the
+# program uses all GPUs by itself; here it gets two CPU ranks, and three passes over the
+# digits take about twenty seconds.
+
+# %%
+import tempfile
+from pathlib import Path
+
+from ddp_lab import train as program
+from ddp_lab.config import TrainConfig
+
+folder = Path(tempfile.mkdtemp()) / "first"
+config = TrainConfig(epochs=3, num_ranks=2, device="cpu", out=folder)
+result = program.train(config, progress="none")
+
+print(f"{result['num_samples']} test images, right: ~ {result['accuracy']:.0%}")
+assert result["accuracy"] > 0.7
+
+# %% [markdown]
+# Every run leaves a folder behind, from which it can be drawn, compared and resumed.
+
+# %%
+for path in sorted(folder.iterdir()):
+    print(path.name)
+
+# %% [markdown]
+# The history holds the loss of the run and, apart from it, what each rank has seen.
+
+# %%
+from ddp_lab.plots import plot_loss
+from ddp_lab.record import Run
+
+plot_loss(Run.open(folder).history, "ResNet-18 learns digits on two ranks")
+plt.show()
+
+# %% [markdown]
+# From a terminal, the same training is
+#
+# ```
+# python -m ddp_lab.train --epochs 3
+# ```
+#
+# and on a machine with eight GPUs, or on several machines, `torchrun` starts it:
+#
+# ```
+# torchrun --standalone --nproc-per-node 8 -m ddp_lab.train --epochs 3
+# ```
+
+# %% [markdown]
+# ## Summary
+#
+# - A rank is a process. Ranks share nothing; they exchange tensors by collectives.
+# - Step 1, `init_process_group`: the ranks meet. Step 2, `DistributedDataParallel`: all
+#   start from the same weights and average their gradients. Step 3,
+#   `DistributedSampler`: each sample goes to one rank.
+# - The batch size of a rank is the global batch size divided by the world size.
+# - Done right, the loss curve does not depend on the number of ranks.
+#
+# ## Exercises
+#
+# **1.** The all-reduce gives a sum. Write a function that returns the *mean* of the
+# tensors of all ranks, on every rank, for any world size. It is called in a process
+# that has already met the others.
+
+
+# %%
+def mean_over_ranks(tensor):
+    # BEGIN SOLUTION
+    tensor = tensor.clone()
+    dist.all_reduce(tensor)
+    return tensor / dist.get_world_size()
+    # STUB
+    # return None  # your code here
+    # END SOLUTION
+
+
+def try_mean():
+    mean = mean_over_ranks(torch.tensor([2.0 * dist.get_rank()]))
+    return None if mean is None else mean.item()
+
+
+for num_ranks in (2, 3):
+    means = launch(try_mean, num_ranks=num_ranks, init=True)
+    print(num_ranks, "ranks:", "not written yet" if None in means else means)
+    assert None in means or means == [num_ranks - 1.0] * num_ranks
+
+# %% [markdown] tags=["solution"]
+# A copy is made first: an all-reduce overwrites the tensor that it is given, and the
+# caller may still need it.
+
+# %% [markdown]
+# **2.** Take `loss.backward()` out of DDP's hands: in `train`, leave out the wrapper
+# (then it is `model.state_dict()` at the end). Predict which of the three printed lines
+# changes, and run it. You have built two models that know nothing of each other.
+#
+# **3.** Give `train` a global batch of 64 on 3 ranks. What is the share of a rank, and
+# how large is the global batch now? Which check was missing?
+
+# %% [markdown]
+# ## Next
+#
+# The course takes the three steps one by one, and then makes them fast and safe:
+#
+# | notebook | you can then |
+# |---|---|
+# | 01 One GPU is not enough | tell where GPU memory goes, and which batch fits |
+# | 02 Ranks and process groups | start ranks, use collectives, read a deadlock |
+# | 03 Wrap the model | write DDP by hand, and show that torch's agrees |
+# | 04 Shard the data | draw who sees what, and evaluate every sample once |
+# | 05 Train ResNet-18 | do the whole training, with curves rank by rank |
