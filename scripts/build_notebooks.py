@@ -23,7 +23,8 @@ An exercise is written solved, with the stub beside it in comments::
 
 The lesson gets the stub, ``notebooks/solutions/NN_name.ipynb`` the solution; both are
 executed. Without the STUB part the stub is ``raise NotImplementedError``. A cell tagged
-``solution`` is in the solutions only, where the reasons for an answer belong.
+``solution`` is in the solutions only, where the reasons for an answer belong; one
+tagged ``lesson`` is not in the solutions: what takes long and no exercise needs.
 
 A notebook is fresh when its cells are those of the source, all code was executed, and
 the code in ddp_lab is the one that it was executed with. The first two decide over
@@ -73,7 +74,7 @@ METADATA = {
     },
 }
 NAVIGATION_TAG = "navigation"
-SOLUTION_TAG = "solution"
+LESSON_TAG, SOLUTION_TAG = "lesson", "solution"
 DEFAULT_STUB = "raise NotImplementedError"
 
 
@@ -126,7 +127,7 @@ def render(target: Target) -> NotebookNode:
     cells = []
     for cell in jupytext.reads(text, fmt="py:percent").cells:
         tags = cell.metadata.get("tags", [])
-        if SOLUTION_TAG in tags and not target.is_solution:
+        if (LESSON_TAG if target.is_solution else SOLUTION_TAG) in tags:
             continue
         source = cell.source
         if cell.cell_type == "code":
@@ -328,11 +329,13 @@ def execute(notebook: NotebookNode, target: Target, timeout_s: float) -> None:
 
 
 class Progress:
-    """One line: which cell is running. Rewritten in a terminal, silent elsewhere."""
+    """Which cell is running, in a terminal; elsewhere only that it has begun."""
 
     def __init__(self, label: str, num_cells: int) -> None:
         self.label, self.num_cells, self.number = label, num_cells, 0
         self.in_terminal = sys.stderr.isatty()
+        if not self.in_terminal:
+            print(f"{label}: executing {num_cells} cells", file=sys.stderr, flush=True)
 
     def show(self, cell: NotebookNode, cell_index: int) -> None:
         if cell.cell_type != "code":

@@ -41,8 +41,7 @@ print(f"{os.cpu_count()} CPU cores, {torch.cuda.device_count()} GPUs")
 assert dist.is_available()
 
 # %% [markdown]
-# Two cores are enough for everything here. With two GPUs or more, the same code uses
-# them.
+# Two cores are enough for everything here.
 #
 # ## Two processes say hello
 #
@@ -274,7 +273,7 @@ assert difference < 1e-3
 # batches, because each rank's batch is its share, and because this model has no layer
 # that looks at the whole batch. The later notebooks take these away one at a time.
 
-# %% [markdown]
+# %% [markdown] tags=["lesson"]
 # ## The same for real
 #
 # The package `ddp_lab` contains a full training program: ResNet-18, checkpoints, exact
@@ -282,7 +281,7 @@ assert difference < 1e-3
 # program uses all GPUs by itself; here it gets two CPU ranks, and three passes over the
 # digits take about twenty seconds.
 
-# %%
+# %% tags=["lesson"]
 import tempfile
 from pathlib import Path
 
@@ -296,24 +295,24 @@ result = program.train(config, progress="none")
 print(f"{result['num_samples']} test images, right: ~ {result['accuracy']:.0%}")
 assert result["accuracy"] > 0.7
 
-# %% [markdown]
+# %% [markdown] tags=["lesson"]
 # Every run leaves a folder behind, from which it can be drawn, compared and resumed.
 
-# %%
+# %% tags=["lesson"]
 for path in sorted(folder.iterdir()):
     print(path.name)
 
-# %% [markdown]
+# %% [markdown] tags=["lesson"]
 # The history holds the loss of the run and, apart from it, what each rank has seen.
 
-# %%
+# %% tags=["lesson"]
 from ddp_lab.plots import plot_loss
 from ddp_lab.record import Run
 
 plot_loss(Run.open(folder).history, "ResNet-18 learns digits on two ranks")
 plt.show()
 
-# %% [markdown]
+# %% [markdown] tags=["lesson"]
 # From a terminal, the same training is
 #
 # ```
@@ -360,7 +359,7 @@ def try_mean():
 
 
 for num_ranks in (2, 3):
-    means = launch(try_mean, num_ranks=num_ranks, init=True)
+    means = launch(try_mean, num_ranks=num_ranks, init=True, device="cpu")
     print(num_ranks, "ranks:", "not written yet" if None in means else means)
     assert None in means or means == [num_ranks - 1.0] * num_ranks
 
