@@ -104,6 +104,8 @@ def main() -> int:
     parser.add_argument("--start-method", default="forkserver")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    # a shell's background job ignores interrupts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     before = time.monotonic()
     total = storm(options.rounds, options.start_method, options.seed)
     seconds = time.monotonic() - before

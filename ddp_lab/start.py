@@ -122,10 +122,11 @@ def hold_interrupts() -> Iterator[None]:
     second one comes at once, in case the first finds no such place.
     """
     global _held
-    if threading.current_thread() is not threading.main_thread() or _held is not None:
+    ours = threading.current_thread() is threading.main_thread() and _held is None
+    if not ours or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
         yield
         return
-    held = _held = []
+    held: list[int] = []
 
     def note(number: int, frame: Any) -> None:
         held.append(number)
@@ -133,6 +134,7 @@ def hold_interrupts() -> Iterator[None]:
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, note)
+    _held = held
     try:
         yield
     finally:
