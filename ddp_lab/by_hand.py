@@ -9,11 +9,9 @@ Three things, each built on the one before::
 `BucketDDP` is used like `torch.nn.parallel.DistributedDataParallel`, and
 `tests/test_by_hand.py` trains both side by side. What happens in one backward pass::
 
-    backward computes   layer 4    layer 3    layer 2    layer 1
-    gradients ready        |----------|          |----------|
-    on the network                    [ bucket 0 ]          [ bucket 1 ]  wait
-                                      ^ layer 2's gradients are computed
-                                        while bucket 0 travels
+    backward computes   | layer 4 | layer 3 | layer 2 | layer 1 | waits        |
+    on the network                          [ layers 4, 3  ]    [ layers 2, 1  ]
+                                              bucket 0            bucket 1
 
 Letters: ``W`` is the world size, ``S`` the size in bytes of what is reduced.
 """
@@ -245,7 +243,7 @@ class _Bucket:
 class BucketDDP(nn.Module):
     """Average gradients over ranks while backward still computes the earlier layers.
 
-    Use it as torch's own; after ``backward()`` every ``.grad`` is the mean over ranks::
+    Use it like torch's own. After ``backward()``, every ``.grad`` is the ranks' mean::
 
         model = BucketDDP(model)
         loss_fn(model(x), y).backward()
@@ -255,10 +253,10 @@ class BucketDDP(nn.Module):
     bucket. A full bucket leaves at once, as an all-reduce that runs in the background.
     At the end of backward, those still under way are waited for.
 
-    Torch's does this in C++, and beside it: regroups the buckets after the first
+    Torch's does the same in C++. Besides, it regroups the buckets after the first
     backward in the order in which gradients came, can let ``.grad`` be a view of the
-    bucket, detects an unused parameter while forward ends, and takes
-    communication hooks.
+    bucket, finds unused parameters as soon as forward ends, and takes communication
+    hooks.
 
     Args:
         module: the same architecture on all ranks; weights are taken from rank 0.
@@ -313,9 +311,8 @@ class BucketDDP(nn.Module):
         ]
         for bucket in self._buckets:
             for slot, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    partial(self._gradient_is_ready, bucket, slot)
-                )
+                hook = partial(self._gradient_is_ready, bucket, slot)
+                parameter.register_post_accumulate_grad_hook(hook)
 
     @property
     def bucket_names(self) -> list[list[str]]:
