@@ -200,12 +200,15 @@ def _forget_an_id(notebook: NotebookNode) -> None:
     notebook.cells[5].id = "not a valid id!"
 
 
+_MACHINE = "node-17.cluster"
+
+
 def _name_another_kernel(notebook: NotebookNode) -> None:
     notebook.metadata["kernelspec"]["name"] = ".venv"
 
 
 def _name_the_machine(notebook: NotebookNode) -> None:
-    notebook.cells[3].source += f" It ran on {socket.gethostname()}."
+    notebook.cells[3].source += f" It ran on {_MACHINE}."
 
 
 _FAULTS: list[tuple[rules.Rule, Callable[[NotebookNode], None]]] = [
@@ -282,9 +285,11 @@ def test_a_good_lesson_passes(
 )
 def test_a_planted_fault_is_found(
     small_lesson: tuple[NotebookNode, Path],
+    monkeypatch: pytest.MonkeyPatch,
     rule: rules.Rule,
     plant: Callable[[NotebookNode], None],
 ) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: _MACHINE)
     notebook, path = copy.deepcopy(small_lesson[0]), small_lesson[1]
     plant(notebook)
     complaints = list(rule(notebook, path))
