@@ -31,7 +31,13 @@ from multiprocessing.connection import Connection
 from typing import Any, TextIO
 
 from ddp_lab import payload
-from ddp_lab.stuck import last_collective, look, short_name, user_line
+from ddp_lab.stuck import (
+    forget_collectives,
+    last_collective,
+    look,
+    short_name,
+    user_line,
+)
 
 __all__ = [
     "STACK_SIGNAL",
@@ -70,6 +76,7 @@ class Returned:
     """The function returned; the packed value follows as bytes."""
 
     collective: str
+    group_open: bool  # the process group outlives the call, and needs its store
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,7 @@ class Failed:
     exit_code: int | None  # of sys.exit
     exception: bytes | None  # the exception itself, when it can travel
     collective: str
+    group_open: bool
 
 
 _calls: Connection | None = None
@@ -120,6 +128,8 @@ def rank_main(
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # the terminal's Ctrl-C is for the parent, which stops us
     signal.signal(signal.SIGINT, _interrupt)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     for source, target in ((out, 1), (err, 2)):
         os.dup2(source.fileno(), target)
         source.close()
@@ -178,6 +188,7 @@ def _run(calls: Connection, call: Call) -> bool:
     """Run one call and report; say whether it returned."""
     global _in_call
     os.environ.update(call.env)
+    forget_collectives()
     blob = calls.recv_bytes()
     try:
         storages = [_open_shared(calls) for _ in range(call.num_shared)]
@@ -209,7 +220,8 @@ def _run(calls: Connection, call: Call) -> bool:
             return False
     _flush()
     with _sending:
-        calls.send_bytes(pickle.dumps(("returned", Returned(last_collective()[0]))))
+        returned = Returned(last_collective()[0], _group_open())
+        calls.send_bytes(pickle.dumps(("returned", returned)))
         calls.send_bytes(result)
     return True
 
@@ -258,7 +270,13 @@ def _describe(error: BaseException) -> Failed:
         exit_code=code if isinstance(code, int) else 1 if code else None,
         exception=exception,
         collective=last_collective()[0],
+        group_open=_group_open(),
     )
+
+
+def _group_open() -> bool:
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()
 
 
 def traceback_text(error: BaseException) -> str:

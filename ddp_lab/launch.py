@@ -20,6 +20,7 @@ from ddp_lab.errors import BadInput
 from ddp_lab.inside import send_record
 from ddp_lab.payload import pack_call, shared
 from ddp_lab.ranks import Ranks
+from ddp_lab.start import hold_interrupts
 
 __all__ = ["launch", "send_record", "shared"]
 
@@ -51,7 +52,8 @@ def launch(
         timeout_s: seconds after which the ranks are stopped, None for no limit.
         stuck_after_s: seconds without progress after which waiting ranks are stopped.
         echo: show what the ranks print.
-        num_threads: CPU threads of a rank; None shares the cores out.
+        num_threads: CPU threads of a rank; None for OMP_NUM_THREADS where it is set,
+            else the cores shared out.
         start_method: ``spawn``, or ``forkserver``, quicker from the second launch on.
         on_record: called here with (rank, fields) for each `send_record` of a rank.
         kwargs: keyword arguments of ``fn``.
@@ -82,7 +84,7 @@ def launch(
             "ranks; shared(tensor) passes one copy for all",
             file=sys.stderr,
         )
-    with Ranks(num_ranks, start_method=start_method) as ranks:
+    with hold_interrupts(), Ranks(num_ranks, start_method=start_method) as ranks:
         return ranks.call(
             packed,
             init=init,

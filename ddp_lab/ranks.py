@@ -124,6 +124,7 @@ class Ranks:
             self._context.set_forkserver_preload(["torch", "ddp_lab.inside"])
         self._ranks: list[_Rank] = []
         self._store: Any = None
+        self._port = 0
 
     def start(self) -> None:
         """Start the processes; they import what they need while this returns."""
@@ -134,6 +135,7 @@ class Ranks:
         self.alive = True
         with (
             start.hold_interrupts(),
+            start.interrupts_blocked(),
             start.nothing_to_import(),
             start.environment(start.early_env()),
         ):
@@ -161,8 +163,11 @@ class Ranks:
             RankFailed, RanksStuck, KeyboardInterrupt: see `launch`. Unless every rank
                 came to an end by itself, the set is killed.
         """
-        port, self._store = start.host_store()
-        threads = num_threads or max(1, start.num_cores() // self.num_ranks)
+        __tracebackhide__ = True
+        assert self.alive, "not started, or killed after a call that did not end"
+        if not any(outcome and outcome.group_open for outcome in self._outcomes):
+            self._port, self._store = start.host_store()
+        threads = num_threads or start.threads_per_rank(self.num_ranks)
         output = Output(self.num_ranks, echo=echo)
         watch = Watch(self.num_ranks, stuck_after_s)
         for name, lines in packed.sources.items():  # for lines told by faulthandler
@@ -172,7 +177,9 @@ class Ranks:
             try:
                 for rank in self._ranks:
                     rank.outcome, rank.value, rank.began = None, None, False
-                    env = start.torchrun_env(rank.rank, self.num_ranks, port, threads)
+                    env = start.torchrun_env(
+                        rank.rank, self.num_ranks, self._port, threads
+                    )
                     call = Call(
                         env=env,
                         num_threads=threads,
@@ -209,6 +216,7 @@ class Ranks:
         on_record: OnRecord | None,
     ) -> None:
         """Move output, records and results until every rank has come to an end."""
+        __tracebackhide__ = True
         started = looked = time.monotonic()
         failed: float | None = None
         look_every_s = min(1.0, watch.stuck_after_s / 5)

@@ -12,6 +12,7 @@ import threading
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import Any
 
 __all__ = [
@@ -19,9 +20,10 @@ __all__ = [
     "environment",
     "hold_interrupts",
     "host_store",
+    "interrupts_blocked",
     "nothing_to_import",
-    "num_cores",
     "raise_if_interrupted",
+    "threads_per_rank",
     "torchrun_env",
 ]
 
@@ -146,12 +148,39 @@ def hold_interrupts() -> Iterator[None]:
 
 def raise_if_interrupted() -> None:
     """Raise the KeyboardInterrupt that `hold_interrupts` holds back, if any."""
+    __tracebackhide__ = True
     if _held and threading.current_thread() is threading.main_thread():
         raise KeyboardInterrupt
 
 
-def num_cores() -> int:
-    """CPU cores that this process may use."""
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Let processes be born with SIGINT blocked, until they have their handler.
+
+    A terminal sends Ctrl-C to all of the group: a rank that is only just starting would
+    print a traceback about its own birth.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # its own start would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def threads_per_rank(num_ranks: int) -> int:
+    """OMP_NUM_THREADS where the user has set it, else this rank's share of the cores.
+
+    Left alone, each rank would use all cores, and the ranks would slow each other down.
+    """
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdigit() and int(wanted) > 0:
+        return int(wanted)
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        num_cores = len(os.sched_getaffinity(0))
+    else:
+        num_cores = os.cpu_count() or 1
+    return max(1, num_cores // num_ranks)

@@ -30,6 +30,7 @@ __all__ = [
     "Row",
     "Sight",
     "Watch",
+    "forget_collectives",
     "last_collective",
     "look",
     "stuck_table",
@@ -48,6 +49,9 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _DISTRIBUTED = os.sep + os.path.join("torch", "distributed", "distributed_c10d")
 _NO_WAIT = ("get_rank", "get_world_size", "is_initialized")
 _PLUMBING = tuple(_PACKAGE + n for n in ("inside.py", "payload.py", "stuck.py"))
+
+
+_since_ns = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +97,12 @@ def look() -> Sight:
     )
 
 
+def forget_collectives() -> None:
+    """Leave collectives of earlier calls out of `last_collective`."""
+    global _since_ns
+    _since_ns = time.time_ns()
+
+
 def last_collective() -> tuple[str, bool]:
     """The last collective this rank entered, and whether it is still under way."""
     try:  # torch may be half imported, and the recorder's reader is a private name
@@ -101,7 +111,7 @@ def last_collective() -> tuple[str, bool]:
         entries = json.loads(recorder._dump_fr_trace_json())["entries"]
     except Exception:
         return "-", False
-    if not entries:
+    if not entries or entries[-1].get("time_created_ns", _since_ns) < _since_ns:
         return "-", False
     last = entries[-1]
     name = str(last.get("profiling_name", "?")).rpartition(":")[2].split(" ")[0]

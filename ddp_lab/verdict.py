@@ -61,6 +61,7 @@ def died(exit_code: int | None, sight: Sight | None, last_output: str) -> Failed
         exit_code=exit_code,
         exception=None,
         collective="-",
+        group_open=False,
     )
 
 

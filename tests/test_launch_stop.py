@@ -1,5 +1,6 @@
 """Stop means stopped: no process of a launch outlives the stop button or the kernel."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from kernel import Kernel, descendants, kernel_in, wait_gone
 
 LIMIT_S = 5.0
@@ -109,8 +111,9 @@ def test_kernel_goes(tmp_path, how, fn):
         assert wait_gone(processes, LIMIT_S) == []
 
 
-def test_ctrl_c_in_a_terminal(tmp_path):
-    """The whole foreground group gets SIGINT, as from a terminal."""
+@pytest.mark.parametrize("early", [False, True])
+def test_ctrl_c_in_a_terminal(tmp_path, early):
+    """The whole foreground group gets SIGINT, also while the ranks are starting."""
     script = tmp_path / "script.py"
     script.write_text(SETUP + "launch(in_collective)\n")
     process = subprocess.Popen(
@@ -124,9 +127,11 @@ def test_ctrl_c_in_a_terminal(tmp_path):
         until = time.monotonic() + 60
         while not all((tmp_path / name).exists() for name in RANKS):
             assert time.monotonic() < until
+            if early and len(descendants(process.pid)) == 3:  # and the tracker
+                break
             time.sleep(0.02)
         ranks = descendants(process.pid)
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)
         _, text = process.communicate(timeout=LIMIT_S)
     finally:
         process.kill()
