@@ -11,6 +11,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat import NotebookNode
+
 from test_notebooks import builder
 
 _FIRST = """\

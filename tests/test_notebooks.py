@@ -19,10 +19,11 @@ from types import ModuleType
 from typing import Any
 
 import nbformat
-import notebook_rules as rules
 import pytest
 from nbformat import NotebookNode
 from nbval.plugin import get_sanitize_patterns
+
+import notebook_rules as rules
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
