@@ -53,8 +53,8 @@ STACK_SIGNAL = getattr(signal, "SIGUSR2", signal.SIGTERM)
 """Makes a rank write its stack into the crash pipe, even inside native code."""
 
 _CONNECTION_LOST = re.compile(
-    "closed by peer|reset by peer|connection refused|broken pipe|remote process exited"
-    "|failed to recv|socket timeout|store.*(closed|shut)|NCCL error.*remote",
+    "closed by peer|reset by peer|connection refused|broken pipe|failed to recv"
+    "|remote process exited|timed out waiting|socket timeout|wait timeout",
     re.IGNORECASE,
 )
 
@@ -259,18 +259,30 @@ def _describe(error: BaseException) -> Failed:
     except Exception:
         exception = None
     code = error.code if isinstance(error, SystemExit) else None
-    lost = isinstance(error, RuntimeError | ConnectionError)
     return Failed(
         kind=type(error).__name__,
         message=message,
         text=traceback_text(error),
         where=user_line(lines),
         at_s=at_s,
-        consequence=lost and _CONNECTION_LOST.search(message) is not None,
+        consequence=_lost_the_others(error),
         exit_code=code if isinstance(code, int) else 1 if code else None,
         exception=exception,
         collective=last_collective()[0],
         group_open=_group_open(),
+    )
+
+
+def _lost_the_others(error: BaseException) -> bool:
+    """Whether a collective broke because another rank has gone or does not come.
+
+    Only torch's own words count: a download that is refused is this rank's own failure.
+    """
+    words = f"{type(error).__name__}: {error}"
+    return (
+        isinstance(error, RuntimeError)
+        and re.search(r"gloo/|NCCL|TCPStore|Dist\w+Error", words) is not None
+        and _CONNECTION_LOST.search(words) is not None
     )
 
 

@@ -10,13 +10,13 @@ of text in a cell and not a hundred: there the middle of a longer output is left
 and a line says in which file the whole of it is.
 """
 
-import bisect
 import codecs
 import itertools
 import os
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import IO
 
@@ -106,7 +106,7 @@ class Output:
                 _write(stream, "\n")
             if cut:
                 file.seek(0)
-                tail = [_plain(line) + "\n" for line in list(file)[-_LAST_LINES:]]
+                tail = [_plain(line) + "\n" for line in deque(file, _LAST_LINES)]
                 _write(stream, self._note(0, stream) + "".join(tail))
 
     def _show_kept(self, rank: int, stream: int) -> None:
@@ -118,12 +118,19 @@ class Output:
             for text in _batches(rank, file):
                 _write(stream, text)
             return
-        lines = list(file)
-        ends = list(itertools.accumulate(map(len, lines)))
-        count = bisect.bisect_right(ends, limit)  # whole lines that fit
-        head = "".join(_marked(rank, line) for line in lines[:count])
-        tail = "".join(_marked(rank, line) for line in lines[count:][-_LAST_LINES:])
-        _write(stream, head + self._note(rank, stream) + tail)
+        head: list[str] = []
+        shown = 0
+        for line in file:
+            shown += len(line)
+            if shown > limit:
+                break
+            head.append(_marked(rank, line))
+        tail = [
+            _marked(rank, line)
+            for line in deque(itertools.chain([line], file), _LAST_LINES)
+        ]
+        _write(stream, "".join(head))
+        _write(stream, self._note(rank, stream) + "".join(tail))
 
     def _note(self, rank: int, stream: int) -> str:
         """Save a rank's whole output and say where."""

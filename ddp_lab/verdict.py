@@ -140,10 +140,10 @@ def failure_error(outcomes: Sequence[Outcome], watch: Watch) -> RankFailed | Ran
     """The error for a call in which at least one rank failed."""
     failed = {r: o for r, o in enumerate(outcomes) if isinstance(o, Failed)}
     root = _root(failed)
-    if failed[root].consequence and len(failed) < len(outcomes):
-        return stuck_error(
-            "cannot go on: a rank that is needed has left", outcomes, watch
-        )
+    if failed[root].consequence:
+        left = any(isinstance(outcome, Returned) for outcome in outcomes)
+        why = "a rank that is needed has left" if left else "gave up waiting"
+        return stuck_error(f"cannot go on: {why}", outcomes, watch)
     order = [root, *(rank for rank in failed if rank != root)]
     failures = [_failure(rank, failed[rank]) for rank in order]
     others = [

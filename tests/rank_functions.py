@@ -1,5 +1,7 @@
 """Functions that the tests run on ranks, importable by name in a spawned process."""
 
+import ctypes
+import datetime
 import os
 import signal
 import sys
@@ -94,6 +96,28 @@ def fail_as(how: str) -> None:
         os.kill(os.getpid(), getattr(signal, how))
         time.sleep(60)
     dist.all_reduce(torch.ones(1))
+
+
+def fail_to_download() -> None:
+    """Rank 1's own connection is refused while rank 0 waits for it."""
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        raise ConnectionRefusedError("Connection refused by the data server")
+    dist.barrier()
+
+
+def give_up_after(seconds: float) -> None:
+    """A deadlock with a time limit of torch's own."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
+    dist.recv(torch.ones(1), 1 - dist.get_rank())
+
+
+def hold_the_lock() -> None:
+    """Rank 1 sits in native code and never lets another Python thread run."""
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        ctypes.PyDLL(None).sleep(3600)
+    dist.barrier()
 
 
 class Unpicklable(Exception):

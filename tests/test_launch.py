@@ -11,9 +11,9 @@ from functools import partial
 
 import psutil
 import pytest
-import rank_functions as on_ranks
 import torch
 
+import rank_functions as on_ranks
 from ddp_lab.errors import BadInput, NotSendable, RankFailed
 from ddp_lab.launch import launch, shared
 
@@ -194,6 +194,12 @@ def test_the_same_mistake_on_all_ranks():
     assert [failure.rank for failure in caught.value.failures] == [0, 1]
     assert caught.value.failures[0].exception is None
     assert "raise Unpicklable(1, 2)" in caught.value.failures[0].traceback
+
+
+def test_a_refused_download_is_the_cause():
+    """Its text looks like a broken collective's, but it is not torch's."""
+    with pytest.raises(RankFailed, match="rank 1 of 2 failed: ConnectionRefusedError"):
+        quick(on_ranks.fail_to_download)
 
 
 def test_a_labs_error_keeps_its_class():

@@ -4,13 +4,13 @@ import inspect
 import time
 
 import pytest
-import rank_functions
-from rank_functions import compute_long
 
+import rank_functions
 from ddp_lab import inside
 from ddp_lab.errors import RankFailed, RanksStuck
 from ddp_lab.launch import launch
 from ddp_lab.stuck import Sight, Watch, sight_from_dump, user_line
+from rank_functions import compute_long
 
 STUCK_AFTER_S = 2.0
 
@@ -98,6 +98,20 @@ def test_one_rank_raised():
     assert failure.where == line_of(rank_functions.raised, "# HERE TOO")
     waiting = line_of(rank_functions.raised)
     assert caught.value.others == (f"rank 0: waiting, {waiting}",)
+
+
+def test_torchs_own_time_limit_is_no_riddle():
+    with pytest.raises(RanksStuck, match="cannot go on: gave up waiting") as caught:
+        launch(rank_functions.give_up_after, 1.0)
+    assert [row.state for row in caught.value.rows] == [W, W]
+    assert "Timed out" in caught.value.stacks
+
+
+def test_a_rank_that_holds_the_interpreter_lock():
+    """It cannot answer a thread's question; a signal handler still tells its line."""
+    error = stuck(rank_functions.hold_the_lock, timeout_s=15.0)
+    assert error.rows[0].state == W
+    assert error.rows[1].where.endswith("ctypes.PyDLL(None).sleep(3600)")
 
 
 def test_computing_is_not_stuck():
