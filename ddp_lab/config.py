@@ -5,6 +5,7 @@ docstring is that option's help text.
 """
 
 import dataclasses
+import hashlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from ddp_lab.errors import BadInput
 
-__all__ = ["RECIPES", "Dataset", "TrainConfig"]
+__all__ = ["RECIPES", "Dataset", "TrainConfig", "Triple", "mix_seed"]
 
 Dataset = Literal["digits", "fashion-mnist", "cifar10", "cifar100", "folder"]
 Triple = tuple[float, float, float]
@@ -187,6 +188,12 @@ class TrainConfig:
             if values.get(name) is not None:
                 values[name] = tuple(values[name])
         return cls(**values)
+
+
+def mix_seed(*numbers: int) -> int:
+    """Make one seed of several numbers, such that (0, 1) and (1, 0) differ."""
+    digest = hashlib.sha256(" ".join(map(str, numbers)).encode()).digest()
+    return int.from_bytes(digest[:7], "little")
 
 
 def _one_of(names: tuple[str, ...]) -> str:

@@ -17,7 +17,6 @@ height and width in pixels.
 """
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ddp_lab.config import TrainConfig, Triple
+from ddp_lab.config import TrainConfig, Triple, mix_seed
 from ddp_lab.datasets import ImageSet, ImagesInMemory, ImagesOnDisk
 from ddp_lab.errors import BadInput
 from ddp_lab.world import World
@@ -206,9 +205,7 @@ def draw_augmentation(
         int64 of shape (N, 3): row and column offset, 0 .. 2 crop_padding, and 0 or 1
         for mirrored.
     """
-    # one stream a (seed, epoch); a Generator wants one number, so the two are mixed
-    mixed = hashlib.sha256(f"{seed} {epoch}".encode()).digest()[:7]
-    generator = torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
+    generator = torch.Generator().manual_seed(mix_seed(seed, epoch))
     offsets = torch.randint(
         0, 2 * crop_padding + 1, (num_samples, 2), generator=generator
     )

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab import checkpoint
-from ddp_lab.config import TrainConfig
+from ddp_lab.config import TrainConfig, mix_seed
 from ddp_lab.data import Batches, eval_loader, train_loader
 from ddp_lab.datasets import ImageSet, load_dataset_together
 from ddp_lab.errors import BadInput, Diverged
@@ -335,6 +335,8 @@ def _train_epoch(
     started = lap = time.perf_counter()
     for k in range(1, steps_per_epoch + 1):
         lr = training.schedule.get_last_lr()[0]
+        # dropout: other units on each rank, the same again in a resumed run
+        torch.manual_seed(mix_seed(config.seed, training.step, dist.get_rank()))
         tallies.append(
             train_step(training.model, batches, training.optimizer, num_micro_batches)
         )

@@ -1,13 +1,11 @@
 import dataclasses
 import hashlib
 import pickle
-import struct
 import time
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torchvision import datasets as torchvision_datasets
 
 from ddp_lab import datasets
@@ -17,6 +15,7 @@ from ddp_lab.datasets import load_dataset, load_dataset_together
 from ddp_lab.errors import BadInput
 from ddp_lab.launch import launch
 from ddp_lab.world import World, join_world
+from image_files import write_fashion_mnist, write_folder
 
 
 def test_digits():
@@ -64,21 +63,6 @@ def test_fingerprint_sees_one_pixel_and_one_label():
 
 
 # -------------------------------------------------------------- torchvision's
-
-
-def write_fashion_mnist(root, num_train=20, num_test=10):
-    """Files in the format of the original release, with pixels of our own."""
-    raw = root / "FashionMNIST" / "raw"
-    raw.mkdir(parents=True)
-    generator = np.random.default_rng(0)
-    for prefix, n in (("train", num_train), ("t10k", num_test)):
-        pixels = generator.integers(0, 256, (n, 28, 28), dtype=np.uint8)
-        header = struct.pack(">IIII", 0x0803, n, 28, 28)
-        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(header + pixels.tobytes())
-        labels = (np.arange(n) % 10).astype(np.uint8)
-        header = struct.pack(">II", 0x0801, n)
-        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
-    return raw
 
 
 def test_fashion_mnist(tmp_path):
@@ -172,17 +156,6 @@ def test_failed_download(tmp_path, monkeypatch):
 
 
 # --------------------------------------------------------------------- folder
-
-
-def write_folder(root, classes=("cat", "dog"), num_train=8, num_test=3, test="test"):
-    generator = np.random.default_rng(0)
-    for split, n in (("train", num_train), (test, num_test)):
-        for name in classes:
-            (root / split / name).mkdir(parents=True)
-            for k in range(n):
-                pixels = generator.integers(0, 256, (40, 50, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(root / split / name / f"{k}.png")
-    return root
 
 
 def folder_config(root, **settings):

@@ -1,0 +1,377 @@
+"""The command line: what people type, and what they type wrong."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+from torch.distributed.run import get_args_parser
+
+from ddp_lab import checkpoint, train
+from ddp_lab.config import RECIPES, TrainConfig
+from ddp_lab.record import Run
+from image_files import write_fashion_mnist, write_folder
+
+TRAIN = [sys.executable, "-m", "ddp_lab.train"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+TINY = ["--epochs", "1", "--global-batch-size", "4", "--device", "cpu"]
+SMALL = [
+    "--limit-train",
+    "160",
+    "--limit-test",
+    "50",
+    "--epochs",
+    "2",
+    "--device",
+    "cpu",
+]
+
+
+def run(command, folder, **environ):
+    """Run a command in a folder; its status, and what it said, as lines."""
+    ended = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return ended.returncode, ended.stdout.splitlines(), ended.stderr.splitlines()
+
+
+@pytest.fixture(scope="module")
+def spawned(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("spawned")
+    return folder, run([*TRAIN, *SMALL], folder)
+
+
+def test_default_run_on_a_part(spawned):
+    folder, (status, said, complaints) = spawned
+    assert (status, complaints) == (0, [])
+    assert said[0] == (
+        "resnet18 on digits: 2 ranks on cpu (gloo), 32 images a rank = global batch "
+        "64, 2 steps an epoch"
+    )
+    assert [line.split()[1] for line in said[1:3]] == ["1/2", "2/2"]
+    last = re.fullmatch(
+        r"test accuracy [\d.]+% \(\d+ of 50\) after 2 epochs, [\d.]+ s, \d+ images/s; "
+        r"loss curve: (runs/digits-resnet18-\d{8}-\d{6}/loss\.png)",
+        said[-1],
+    )
+    assert last, said[-1]
+    picture = folder / last[1]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    names = {p.name for p in picture.parent.iterdir()}
+    assert names == {
+        "config.json",
+        "environment.json",
+        "history.jsonl",
+        "loss.png",
+        "checkpoint.pt",
+    }
+    written = Run.open(picture.parent)
+    assert written.config == dataclasses.replace(
+        TrainConfig(), limit_train=160, limit_test=50, epochs=2, device="cpu"
+    )
+    assert written.environment["backend"] == "gloo"
+    assert written.history.evals[-1]["num_samples"] == 50
+
+
+def test_torchrun_joins_and_trains_the_same(spawned, tmp_path):
+    """Two launchers, one training: the same bits in the end."""
+    command = [*TORCHRUN, "--nproc-per-node", "2", "-m", "ddp_lab.train", *SMALL]
+    status, said, complaints = run(
+        [*command, "--out", "joined", "--local-rank=0"], tmp_path, OMP_NUM_THREADS="1"
+    )
+    assert status == 0, complaints
+    assert said[0].startswith("resnet18 on digits: 2 ranks on cpu (gloo)")
+    assert said[-1].endswith("loss curve: joined/loss.png")
+    assert len(said) == 4  # rank 0 alone speaks
+    [other] = (spawned[0] / "runs").iterdir()
+    states = [
+        checkpoint.load(folder / "checkpoint.pt")["model"]
+        for folder in (other, tmp_path / "joined")
+    ]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_torchrun_tells_of_bad_input(tmp_path):
+    command = [*TORCHRUN, "--nproc-per-node", "2", "-m", "ddp_lab.train"]
+    status, _, complaints = run([*command, "--num-ranks", "3"], tmp_path)
+    assert status != 0
+    assert any("the launcher started 2 ranks already" in line for line in complaints)
+    assert not list(tmp_path.iterdir())
+
+
+def options():
+    found = []
+    for field in dataclasses.fields(TrainConfig):
+        name = "--" + field.name.replace("_", "-")
+        if field.type is bool:
+            found += [[name], ["--no-" + name[2:]]]
+        else:
+            found += [[name, "1"], [name + "=1"]]
+    return found
+
+
+@pytest.mark.parametrize("option", options(), ids=" ".join)
+def test_torchrun_leaves_our_options_alone(option):
+    """torchrun takes a script's option for its own if it is a beginning of several."""
+    arguments = ["--standalone", "-m", "ddp_lab.train", *option]
+    parsed = get_args_parser().parse_args(arguments)
+    assert parsed.training_script_args == option
+
+
+def test_resume_goes_on(spawned, tmp_path):
+    """From the command line, with one more epoch: a constant schedule allows that."""
+    constant = ["--schedule", "constant", "--lr", "0.01", "--out", "a"]
+    little = ["--limit-train", "20", "--limit-test", "8", "--global-batch-size", "10"]
+    command = [*TRAIN, *SMALL, *constant, *little]
+    assert run(command, tmp_path)[0] == 0
+    config = Run(tmp_path / "a").config_file.read_bytes()
+    status, said, complaints = run([*TRAIN, "--resume", "a", "--epochs", "3"], tmp_path)
+    assert (status, complaints) == (0, [])
+    assert [line.split()[1] for line in said[1:-1]] == ["3/3"]
+    history = Run.open(tmp_path / "a").history
+    assert [line["step"] for line in history.steps] == [1, 2, 3, 4, 5, 6]
+    assert Run(tmp_path / "a").config_file.read_bytes() == config
+
+    # once more, with nothing left to do
+    status, said, _ = run([*TRAIN, "--resume", "a", "--epochs", "3"], tmp_path)
+    assert status == 0
+    assert "after 3 epochs" in said[-1]
+    assert len(Run.open(tmp_path / "a").history.steps) == 6
+
+
+def test_interrupt_leaves_nothing_behind(tmp_path):
+    """Meanwhile: nothing of ours listens beyond this machine."""
+    process = psutil.Popen(
+        [*TRAIN, "--epochs", "500", "--device", "cpu", "--out", "a"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline().startswith("resnet18 on digits")
+    assert process.stdout.readline().startswith("epoch 1/500")
+    family = [process, *process.children(recursive=True)]
+    ranks = [p for p in family if "spawn_main" in " ".join(p.cmdline())]
+    assert len(ranks) >= 2
+    listening = {
+        connection.laddr.ip
+        for member in family
+        for connection in member.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening
+    assert listening <= {"127.0.0.1", "::1"}
+
+    process.send_signal(signal.SIGINT)
+    _, complaints = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert complaints.splitlines()[-1].startswith("ddp_lab.train: interrupted")
+    assert "Traceback" not in complaints
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive
+    assert (tmp_path / "a" / "loss.png").exists()
+    assert checkpoint.load(tmp_path / "a" / "checkpoint.pt")["progress"]["epoch"] >= 1
+
+
+@pytest.mark.parametrize("dataset", ["fashion-mnist", "folder"])
+def test_other_datasets_train(tmp_path, dataset):
+    if dataset == "folder":
+        write_folder(tmp_path / "data")
+    else:
+        write_fashion_mnist(tmp_path / "data")
+    status, said, complaints = run(
+        [*TRAIN, *TINY, "--dataset", dataset, "--num-workers", "1"], tmp_path
+    )
+    assert (status, complaints) == (0, [])
+    assert said[0].startswith(f"resnet18 on {dataset}: 2 ranks")
+
+
+def test_broken_image_is_one_line(tmp_path):
+    """Found by a rank in the middle of training, told as if found at once."""
+    for k in (3, 4, 5):
+        bad = write_folder(tmp_path / "data") if k == 3 else tmp_path / "data"
+        (bad / "train" / "cat" / f"{k}.png").write_bytes(b"\x89PNG")
+    status, _, complaints = run(
+        [*TRAIN, *TINY, "--dataset", "folder", "--num-workers", "1"], tmp_path
+    )
+    assert status == 2
+    assert len(complaints) == 1
+    assert re.search(
+        r"cat/[345]\.png cannot be read .*replace or delete", complaints[0]
+    )
+
+
+def test_diverging_run_ends_with_status_1(tmp_path):
+    status, _, complaints = run([*TRAIN, *SMALL, "--lr", "1e18"], tmp_path)
+    assert status == 1
+    assert len(complaints) == 1
+    expected = r"ddp_lab\.train: the loss became (nan|inf) at step \d, in epoch 1: try"
+    assert re.match(expected, complaints[0])
+
+
+# ------------------------------------------------------------------ without ranks
+
+
+def test_recipe_and_flags():
+    config = train.parse_arguments(
+        ["--recipe", "article", "--epochs", "2", "--no-flip"]
+    )
+    assert config == dataclasses.replace(RECIPES["article"], epochs=2, flip=False)
+    assert train.parse_arguments([]) == RECIPES["default"]
+    assert train.parse_arguments(["--recipe=fast"]) == RECIPES["fast"]
+
+
+def test_every_option_has_help_and_default(capsys):
+    with pytest.raises(SystemExit) as ended:
+        train.main(["--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    words = " ".join(re.sub(r"[│╭╮╰╯─]", " ", said).split())  # without the box
+    for field in dataclasses.fields(TrainConfig):
+        name = "--" + field.name.replace("_", "-")
+        _, found, rest = words.partition(f" {name}")
+        assert found, name
+        about, has_default, _ = rest.partition("(default: ")
+        assert has_default, f"{name} shows no default"
+        assert " --" not in about.replace(", --no-", ""), f"{name} shows no default"
+        assert len(re.findall(r"\b[a-z]{2,}", about)) >= 3, f"{name} has no help text"
+
+
+@pytest.fixture
+def finished(tmp_path_factory):
+    """A run with a checkpoint, made without training."""
+    run = Run.create(
+        tmp_path_factory.mktemp("finished") / "run", TrainConfig(), {"device": "cpu"}
+    )
+    checkpoint.save(
+        run.checkpoint_file,
+        {
+            "model": {},
+            "optimizer": {},
+            "schedule": {},
+            "progress": {"epoch": 8, "step": 176, "time_s": 1.0, "train_s": 1.0},
+            "config": TrainConfig().to_json(),
+        },
+    )
+    return run
+
+
+BAD_INPUT = {
+    "--dataset mnist": "invalid choice 'mnist'.*'digits', 'fashion-mnist', 'cifar10'",
+    "--recipe slow": "choose one of default, article, fast",
+    "--model resnet19": "did you mean .*choose one of alexnet, ",
+    "--dataset cifar10": "looked in data/cifar-10-batches-py.*--download.*copy",
+    "--dataset folder": "data/train is missing",
+    "--epochs 0": "epochs 0 must be 1 or more",
+    "--epochs many": "--epochs.*'many'",
+    "--epoch 3": "--epoch.*--epochs",
+    "--lr nan": "lr nan must be a positive number",
+    "--lr -1": "lr -1.0 must be a positive number",
+    "--num-ranks 0": "num_ranks 0 must be 1 or more",
+    "--global-batch-size 63": "nearest that does is 62 or 64",
+    "--global-batch-size 4096": "choose 1437 or less",
+    "--limit-train 1 --global-batch-size 2": "1 training images are too few",
+    "--micro-batch-size 1": "--micro-batch-size",
+    "--device cuda": "no GPU to PyTorch; use --device cpu",
+    "--resume nowhere": "no run in nowhere",
+    "--out .": "holds a run already",
+    "--out config.json": "config.json is a file",
+    "--out config.json/deeper": "config.json is a file",
+    "--norm sync": "GPUs only; use --norm group",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD_INPUT)
+def test_bad_input_is_one_line_and_creates_nothing(
+    arguments, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert train.main(arguments.split()) == 2
+    said, complaint = capfd.readouterr()
+    assert said == ""
+    assert complaint.startswith("ddp_lab.train: ")
+    assert complaint.count("\n") == 1
+    assert re.search(BAD_INPUT[arguments], complaint), complaint
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_more_ranks_than_gpus(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["--device", "cuda", "--num-ranks", "2"]) == 2
+    assert "2 ranks on this machine, but only 1 GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "resnet34"], "another model 'resnet34' \\(it has 'resnet18'\\)"),
+        (
+            ["--dataset", "cifar10", "--global-batch-size", "32"],
+            "another dataset 'cifar10' .*another global_batch_size 32",
+        ),
+        (["--epochs", "9"], "another epochs 9 \\(it has 8\\)"),
+        (["--out", "elsewhere"], "a resumed run stays in its folder"),
+    ],
+)
+def test_resume_of_another_run(finished, arguments, message, capsys):
+    before = {p.name: p.read_bytes() for p in finished.folder.iterdir()}
+    assert train.main(["--resume", str(finished.folder), *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert {p.name: p.read_bytes() for p in finished.folder.iterdir()} == before
+
+
+def damage_missing(path):
+    path.unlink()
+
+
+def damage_torn(path):
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def damage_foreign(path):
+    torch.save({"state_dict": {}}, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_missing, "no checkpoint at"),
+        (damage_torn, "is damaged or none of ours"),
+        (damage_foreign, "was not written by ddp_lab"),
+    ],
+)
+def test_resume_from_what_is_no_checkpoint(finished, damage, message, capsys):
+    damage(finished.checkpoint_file)
+    assert train.main(["--resume", str(finished.folder)]) == 2
+    complaint = capsys.readouterr().err
+    assert re.search(message, complaint)
+    assert complaint.count("\n") == 1
+    assert json.loads(finished.config_file.read_text())["epochs"] == 8
+
+
+def test_second_run_in_the_same_second_gets_its_own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda _: "20260101-000000")
+    folders = []
+    for _ in range(3):
+        folders.append(train._new_folder(TrainConfig()))
+        folders[-1].mkdir(parents=True)
+    assert [f.name for f in folders] == [
+        "digits-resnet18-20260101-000000",
+        "digits-resnet18-20260101-000000-2",
+        "digits-resnet18-20260101-000000-3",
+    ]
