@@ -26,6 +26,7 @@ from ddp_lab.config import TrainConfig, mix_seed
 from ddp_lab.data import Batches, eval_loader, train_loader
 from ddp_lab.datasets import ImageSet, load_dataset_together
 from ddp_lab.errors import BadInput, Diverged
+from ddp_lab.inside import send_record
 from ddp_lab.model import build_model, wrap_model
 from ddp_lab.progress import Progress, ProgressStyle
 from ddp_lab.record import Run, describe_environment
@@ -238,8 +239,8 @@ def fit(
                 "step": training.step,
                 **result,
             }
+            _record(eval_line, run)
             if run:
-                run.append(eval_line)
                 checkpoint.save(run.checkpoint_file, training.state(config))
             rate = training.step * config.global_batch_size / training.train_s
             report.epoch(_means(tally), eval_line, rate)
@@ -358,11 +359,18 @@ def _train_epoch(
             "time_s": training.time_s + now - started,
             "local": [_means(row) for row in rows.sum(1)],
         }
-        if run:
-            run.append(line)
+        _record(line, run)
         yield line, total
         tallies.clear()
         lap = now
+
+
+def _record(line: dict[str, Any], run: Run | None) -> None:
+    """Add a line to the history, and show it to a notebook that looks on. Rank 0."""
+    if run:
+        run.append(line)
+    if dist.get_rank() == 0:
+        send_record(**line)
 
 
 def _means(tally: torch.Tensor) -> dict[str, float]:
