@@ -68,7 +68,7 @@ class TrainConfig:
     momentum: float = 0.9
     """Momentum of SGD, from 0 to below 1."""
     weight_decay: float = 5e-4
-    """L2 penalty of SGD."""
+    """L2 penalty on all parameters, as SGD applies it."""
     nesterov: bool = True
     """Nesterov momentum instead of the classical one."""
     schedule: Literal["constant", "onecycle"] = "onecycle"

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Everything that must hold before a commit: lint, types, tests, notebooks.
+# Uses the python on PATH; `make test` puts the virtual environment's there.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf '\n== %s\n' "$1"; }
+
+say "lint"
+python -m ruff check .
+python -m ruff format --check .
+
+say "types"
+python -m mypy
+
+say "tests"
+python -m pytest
+
+say "notebooks: built from their sources?"
+python scripts/build_notebooks.py --check
+
+say "notebooks: executed and compared"
+python -m pytest --nbval --nbval-current-env --nbval-cell-timeout=240 \
+    --nbval-sanitize-with=notebooks/sanitize.cfg notebooks
