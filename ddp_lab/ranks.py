@@ -34,7 +34,7 @@ from ddp_lab import start
 from ddp_lab.inside import STACK_SIGNAL, Call, Failed, Returned, kill_group, rank_main
 from ddp_lab.output import Output
 from ddp_lab.payload import Packed, unpack
-from ddp_lab.stuck import Watch, sight_from_dump, stuck_table
+from ddp_lab.stuck import Sight, Watch, sight_from_dump, stuck_table
 from ddp_lab.verdict import died, failure_error, rows_of, stuck_error
 
 __all__ = ["OnRecord", "Ranks"]
@@ -56,7 +56,7 @@ class _Rank:
         self.outcome: Returned | Failed | None = None
         self.value: Any = None
         self.began = False
-        self.asked = False  # a question is under way
+        self.asked_s: float | None = None  # when a question without answer was sent
         self.tail = b""
         self.calls, calls = context.Pipe()
         self.control, control = context.Pipe()
@@ -86,21 +86,26 @@ class _Rank:
 
     def ask(self) -> None:
         """Ask what the rank is doing; `answer` takes the reply when it is there."""
-        if not self.asked:
+        if self.asked_s is None:
             with contextlib.suppress(OSError):
                 self.control.send_bytes(b"look")
-                self.asked = True
+                self.asked_s = time.monotonic()
 
     def answer(self, watch: Watch) -> None:
         with contextlib.suppress(EOFError, OSError):
             watch.saw(self.rank, pickle.loads(self.control.recv_bytes()))
-            self.asked = False
+            self.asked_s = None
 
-    def dump(self) -> str:
-        """What faulthandler has written."""
-        with contextlib.suppress(OSError):
-            return os.read(self.crash.fileno(), 2**16).decode("ascii", "replace")
-        return ""
+    def last_words(self, patience_s: float) -> Sight | None:
+        """What faulthandler writes about the rank: where it crashed, or where it is."""
+        text = b""
+        until = time.monotonic() + patience_s
+        while (left_s := until - time.monotonic()) > 0 and wait([self.crash], left_s):
+            data = os.read(self.crash.fileno(), 2**16)
+            text += data
+            if (sight := sight_from_dump(text.decode("ascii", "replace"))) or not data:
+                return sight
+        return None
 
     def close(self) -> None:
         for end in (self.calls, self.control, *self.streams, self.crash):
@@ -238,6 +243,8 @@ class Ranks:
                 looked = now
                 for rank in running:
                     rank.ask()
+                    if rank.asked_s is not None and now - rank.asked_s > _ANSWER_S * 4:
+                        watch.moved(rank.rank)
                 some_ended = len(running) < self.num_ranks
                 if watch.stuck([rank.rank for rank in running], some_ended):
                     why = f"stuck: no progress for {watch.stuck_after_s:g} s"
@@ -292,7 +299,7 @@ class Ranks:
             rank.read(1)
             rank.outcome = died(
                 rank.process.exitcode,
-                sight_from_dump(rank.dump()),
+                rank.last_words(_ANSWER_S),
                 rank.tail.decode("utf-8", "replace"),
             )
 
@@ -311,8 +318,7 @@ class Ranks:
             with contextlib.suppress(OSError):
                 os.kill(rank.process.pid, STACK_SIGNAL)
         for rank in silent.values():
-            wait([rank.crash], _ANSWER_S)
-            if sight := sight_from_dump(rank.dump()):
+            if sight := rank.last_words(_ANSWER_S):
                 watch.last[rank.rank] = sight
 
     def _stuck(self, why: str, watch: Watch) -> Exception:

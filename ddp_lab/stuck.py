@@ -11,7 +11,8 @@ rank will ever send. This module tells it from work:
   torch.distributed or another rank has already ended.
 
 So a rank that computes is never called stuck, however long it takes; an endless loop is
-computing too, and is ended by ``timeout_s``.
+computing too, and is ended by ``timeout_s``. So is a rank that cannot answer, because
+native code holds the interpreter's lock.
 """
 
 import json
@@ -65,7 +66,7 @@ class Sight:
     mark: tuple[tuple[str, int], ...]
     """The instruction of each frame: equal marks mean that nothing has moved."""
     cpu_s: float
-    """CPU time that the process has used so far."""
+    """CPU time that the process has used so far, without the thread that looks."""
     collective: str
     """The last collective that was entered, ``all_reduce #2``, or ``-``."""
     in_collective: bool
@@ -91,7 +92,7 @@ def look() -> Sight:
         where=user_line(lines),
         stack=stack_text(lines),
         mark=tuple((code.co_filename, lasti) for code, _, lasti in frames),
-        cpu_s=time.process_time(),
+        cpu_s=time.process_time() - time.thread_time(),
         collective=collective,
         in_collective=open_ or bool(inside) or _arriving(lines),
     )
