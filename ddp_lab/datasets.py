@@ -296,8 +296,8 @@ def _load_folder(data_dir: Path, image_size: int) -> ImageSet:
         except FileNotFoundError as error:
             reason = _first_line(error).rstrip(". ")
             raise BadInput(
-                f"dataset folder {split_dir}: {reason}; remove the empty class folder or "
-                "put images into it"
+                f"dataset folder {split_dir}: {reason}; remove the empty class folder "
+                "or put images into it"
             ) from error
     train, test = splits
     if train.classes != test.classes:

@@ -15,7 +15,17 @@ PACKAGE = Path(ddp_lab.__file__).parent
 FLOORS = [
     {"errors", "config", "record", "progress"},
     {"world", "data", "datasets", "model", "payload", "output"},
-    {"by_hand", "checkpoint", "inside", "launch", "ranks", "stuck", "verdict"},
+    {
+        "by_hand",
+        "checkpoint",
+        "cuda_finder",
+        "inside",
+        "launch",
+        "ranks",
+        "start",
+        "stuck",
+        "verdict",
+    },
     {"loop", "plots"},
     {"train"},
 ]
