@@ -21,12 +21,15 @@ FLOORS = [
         "cuda_finder",
         "inside",
         "launch",
+        "magics",
         "ranks",
+        "refuse",
         "start",
         "stuck",
         "verdict",
+        "workers",
     },
-    {"loop", "plots"},
+    {"checks", "curves", "drawing", "exercise", "loop", "plots"},
     {"train"},
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
