@@ -106,7 +106,8 @@ def test_torchrun_tells_of_bad_input(tmp_path):
     command = [*TORCHRUN, "--nproc-per-node", "2", "-m", "ddp_lab.train"]
     status, _, complaints = run([*command, "--num-ranks", "3"], tmp_path)
     assert status != 0
-    assert any("the launcher started 2 ranks already" in line for line in complaints)
+    told = [line for line in complaints if "the launcher started 2 ranks" in line]
+    assert told, complaints
     assert not list(tmp_path.iterdir())
 
 
@@ -160,7 +161,8 @@ def test_interrupt_leaves_nothing_behind(tmp_path):
         text=True,
     )
     assert process.stdout.readline().startswith("resnet18 on digits")
-    assert process.stdout.readline().startswith("epoch 1/500")
+    while "test loss" not in (line := process.stdout.readline()):
+        assert line.startswith("epoch 1/500")  # a sign of life of a slow machine
     family = [process, *process.children(recursive=True)]
     ranks = [p for p in family if "spawn_main" in " ".join(p.cmdline())]
     assert len(ranks) >= 2
