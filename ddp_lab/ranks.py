@@ -17,25 +17,23 @@ A set can run one call (`launch`) or many. After a call in which every rank came
 end, the set is ready for the next one; after any other it is gone (`alive` is False).
 """
 
-import contextlib
 import linecache
 import multiprocessing.util
-import os
 import pickle
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing import reduction
 from multiprocessing.connection import wait
 from typing import Any
 
 from ddp_lab import start
-from ddp_lab.inside import STACK_SIGNAL, Call, Failed, Returned, kill_group, rank_main
+from ddp_lab.inside import STACK_SIGNAL, Call, Failed, Returned
 from ddp_lab.output import Output
 from ddp_lab.payload import Packed, unpack
-from ddp_lab.stuck import Sight, Watch, sight_from_dump, stuck_table
-from ddp_lab.verdict import died, failure_error, rows_of, stuck_error
+from ddp_lab.process import ANSWER_S, RankProcess
+from ddp_lab.stuck import Watch, stuck_table
+from ddp_lab.verdict import failure_error, rows_of, stuck_error
 
 __all__ = ["OnRecord", "Ranks"]
 
@@ -43,73 +41,7 @@ OnRecord = Callable[[int, dict[str, Any]], None]
 
 _GRACE_S = 1.0  # after a failure, the other ranks may report theirs
 _STARTING_S = 10.0  # ... and ranks that are still starting get this long
-_ANSWER_S = 0.5  # a rank that does not answer by then holds the interpreter lock
 _CLEAN_UP_S = 0.5  # after a stop, for the ``finally`` blocks of the user's code
-_TAIL_BYTES = 4096  # of stderr, where native code says why it gives up
-
-
-class _Rank:
-    """The parent's end of one rank."""
-
-    def __init__(self, rank: int, context: Any) -> None:
-        self.rank = rank
-        self.outcome: Returned | Failed | None = None
-        self.value: Any = None
-        self.began = False
-        self.asked_s: float | None = None  # when a question without answer was sent
-        self.tail = b""
-        self.calls, calls = context.Pipe()
-        self.control, control = context.Pipe()
-        pipes = [context.Pipe(duplex=False) for _ in range(3)]
-        self.streams = [reader for reader, _ in pipes[:2]]
-        self.crash = pipes[2][0]
-        ends = (calls, control, *(writer for _, writer in pipes))
-        self.process = context.Process(target=rank_main, args=ends, name=f"rank {rank}")
-        self.process.start()
-        for end in ends:
-            end.close()  # the rank has its own: ours would hide that it is gone
-        for stream in (*self.streams, self.crash):
-            os.set_blocking(stream.fileno(), False)
-        self.open = [True, True]
-
-    def read(self, stream: int) -> bytes:
-        """What the rank has written since; empty when that is all for now."""
-        try:
-            data = os.read(self.streams[stream].fileno(), 2**20)
-        except BlockingIOError:
-            return b""
-        if not data:
-            self.open[stream] = False  # the rank has closed it
-        elif stream == 1:
-            self.tail = (self.tail + data)[-_TAIL_BYTES:]
-        return data
-
-    def ask(self) -> None:
-        """Ask what the rank is doing; `answer` takes the reply when it is there."""
-        if self.asked_s is None:
-            with contextlib.suppress(OSError):
-                self.control.send_bytes(b"look")
-                self.asked_s = time.monotonic()
-
-    def answer(self, watch: Watch) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            watch.saw(self.rank, pickle.loads(self.control.recv_bytes()))
-            self.asked_s = None
-
-    def last_words(self, patience_s: float) -> Sight | None:
-        """What faulthandler writes about the rank: where it crashed, or where it is."""
-        text = b""
-        until = time.monotonic() + patience_s
-        while (left_s := until - time.monotonic()) > 0 and wait([self.crash], left_s):
-            data = os.read(self.crash.fileno(), 2**16)
-            text += data
-            if (sight := sight_from_dump(text.decode("ascii", "replace"))) or not data:
-                return sight
-        return None
-
-    def close(self) -> None:
-        for end in (self.calls, self.control, *self.streams, self.crash):
-            end.close()
 
 
 class Ranks:
@@ -127,7 +59,7 @@ class Ranks:
         self._context = torch.multiprocessing.get_context(start_method)
         if start_method == "forkserver":
             self._context.set_forkserver_preload(["torch", "ddp_lab.inside"])
-        self._ranks: list[_Rank] = []
+        self._ranks: list[RankProcess] = []
         self._store: Any = None
         self._port = 0
 
@@ -145,7 +77,7 @@ class Ranks:
             start.environment(start.early_env()),
         ):
             for rank in range(self.num_ranks):
-                self._ranks.append(_Rank(rank, self._context))
+                self._ranks.append(RankProcess(rank, self._context))
 
     def call(
         self,
@@ -158,11 +90,15 @@ class Ranks:
         stuck_after_s: float = 30.0,
         echo: bool = True,
         on_record: OnRecord | None = None,
+        only: Sequence[int] | None = None,
     ) -> list[Any]:
         """Run one packed call on every rank; see `launch` for the arguments.
 
+        Args:
+            only: the ranks to run it on, None for all.
+
         Returns:
-            The values, in rank order.
+            The values of these ranks, in rank order.
 
         Raises:
             RankFailed, RanksStuck, KeyboardInterrupt: see `launch`. Unless every rank
@@ -170,7 +106,7 @@ class Ranks:
         """
         __tracebackhide__ = True
         assert self.alive, "not started, or killed after a call that did not end"
-        if not any(outcome and outcome.group_open for outcome in self._outcomes):
+        if not any(self.groups_open):
             self._port, self._store = start.host_store()
         threads = num_threads or start.threads_per_rank(self.num_ranks)
         output = Output(self.num_ranks, echo=echo)
@@ -181,7 +117,9 @@ class Ranks:
         with start.hold_interrupts():
             try:
                 for rank in self._ranks:
-                    rank.outcome, rank.value, rank.began = None, None, False
+                    if only is not None and rank.rank not in only:
+                        rank.leave_out()
+                        continue
                     env = start.torchrun_env(
                         rank.rank, self.num_ranks, self._port, threads
                     )
@@ -193,7 +131,7 @@ class Ranks:
                         sources=packed.sources,
                         num_shared=len(packed.storages),
                     )
-                    _send(rank, call, packed)
+                    rank.send(call, packed)
                 self._pump(output, watch, timeout_s, on_record)
                 failed = any(isinstance(o, Failed) for o in self._outcomes)
             except KeyboardInterrupt:
@@ -207,7 +145,18 @@ class Ranks:
                 output.finish(failed=failed)
         if failed:
             raise failure_error(self._outcomes, watch)
-        return [rank.value for rank in self._ranks]
+        asked = self._ranks if only is None else [self._ranks[r] for r in sorted(only)]
+        return [rank.value for rank in asked]
+
+    @property
+    def processes(self) -> list[Any]:
+        """The ranks' processes, as multiprocessing gives them."""
+        return [rank.process for rank in self._ranks]
+
+    @property
+    def groups_open(self) -> list[bool]:
+        """Whether each rank had a process group open when its last call ended."""
+        return [o is not None and o.group_open for o in self._outcomes]
 
     @property
     def _outcomes(self) -> list[Returned | Failed | None]:
@@ -243,7 +192,7 @@ class Ranks:
                 looked = now
                 for rank in running:
                     rank.ask()
-                    if rank.asked_s is not None and now - rank.asked_s > _ANSWER_S * 4:
+                    if rank.asked_s is not None and now - rank.asked_s > ANSWER_S * 4:
                         watch.moved(rank.rank)
                 some_ended = len(running) < self.num_ranks
                 if watch.stuck([rank.rank for rank in running], some_ended):
@@ -256,7 +205,7 @@ class Ranks:
         self, output: Output, watch: Watch, on_record: OnRecord | None, pause_s: float
     ) -> None:
         """Take whatever the ranks have sent, or wait for it at most ``pause_s``."""
-        sources: dict[Any, tuple[_Rank, str | int]] = {}
+        sources: dict[Any, tuple[RankProcess, str | int]] = {}
         for rank in self._ranks:
             for stream in range(2):
                 if rank.open[stream]:
@@ -276,7 +225,7 @@ class Ranks:
             elif rank.outcome is None:
                 self._report(rank, on_record)
 
-    def _report(self, rank: _Rank, on_record: OnRecord | None) -> None:
+    def _report(self, rank: RankProcess, on_record: OnRecord | None) -> None:
         """Take what a rank reports; a rank that ends without a report has failed."""
         try:
             if not rank.calls.poll():  # the process has ended, and that was all
@@ -293,32 +242,23 @@ class Ranks:
                 rank.value = unpack(rank.calls.recv_bytes())
                 rank.outcome = body
         except (EOFError, ConnectionError):
-            wait([rank.process.sentinel], 2.0)
-            kill_group(rank.process.pid)
-            rank.process.join(2.0)
-            rank.read(1)
-            rank.outcome = died(
-                rank.process.exitcode,
-                rank.last_words(_ANSWER_S),
-                rank.tail.decode("utf-8", "replace"),
-            )
+            rank.died()
 
-    def _look(self, ranks: Sequence[_Rank], watch: Watch) -> None:
+    def _look(self, ranks: Sequence[RankProcess], watch: Watch) -> None:
         """Ask each rank what it does, twice: whether it computes shows in between."""
         for pause_s in (0.1, 0.0):
             silent = {rank.control: rank for rank in ranks}
             for rank in ranks:
                 rank.ask()
-            until = time.monotonic() + _ANSWER_S
+            until = time.monotonic() + ANSWER_S
             while silent and (left_s := until - time.monotonic()) > 0:
                 for control in wait(list(silent), left_s):
                     silent.pop(control).answer(watch)
             time.sleep(pause_s)
         for rank in silent.values():  # a signal handler needs no interpreter lock
-            with contextlib.suppress(OSError):
-                os.kill(rank.process.pid, STACK_SIGNAL)
+            rank.signal(STACK_SIGNAL)
         for rank in silent.values():
-            if sight := rank.last_words(_ANSWER_S):
+            if sight := rank.last_words(ANSWER_S):
                 watch.last[rank.rank] = sight
 
     def _stuck(self, why: str, watch: Watch) -> Exception:
@@ -336,8 +276,7 @@ class Ranks:
         rows = rows_of(self._outcomes, watch)
         for rank in running:
             if rank.began:
-                with contextlib.suppress(OSError):
-                    os.kill(rank.process.pid, signal.SIGINT)
+                rank.signal(signal.SIGINT)
         until = time.monotonic() + _CLEAN_UP_S
         waiting = {rank.calls for rank in running if rank.began}
         while waiting and (left_s := until - time.monotonic()) > 0:
@@ -362,8 +301,7 @@ class Ranks:
         """Let the ranks end by themselves, and make sure that they do."""
         with start.hold_interrupts():
             for rank in self._ranks:
-                with contextlib.suppress(OSError):
-                    rank.calls.send_bytes(pickle.dumps(None))
+                rank.say_enough()
             until = time.monotonic() + 2.0
             for rank in self._ranks:
                 wait([rank.process.sentinel], max(0.0, until - time.monotonic()))
@@ -390,23 +328,8 @@ class Ranks:
         self.close()
 
 
-def _kill_all(ranks: Sequence[_Rank]) -> None:
+def _kill_all(ranks: Sequence[RankProcess]) -> None:
     for rank in ranks:
-        if rank.process.exitcode is None:
-            # a dead rank keeps its number and its group until it is waited for
-            kill_group(rank.process.pid)
-            with contextlib.suppress(OSError):
-                os.kill(rank.process.pid, signal.SIGKILL)  # it may have no group yet
+        rank.kill()
     for rank in ranks:
         rank.process.join(5.0)
-
-
-def _send(rank: _Rank, call: Call, packed: Packed) -> None:
-    # a rank that is gone already is noticed, and explained, when its report is read
-    with contextlib.suppress(OSError):
-        rank.calls.send_bytes(pickle.dumps(call))
-        rank.calls.send_bytes(packed.blob)
-        for storage in packed.storages:
-            handle, size = storage._share_fd_cpu_()
-            rank.calls.send_bytes(pickle.dumps(size))
-            reduction.send_handle(rank.calls, handle, rank.process.pid)

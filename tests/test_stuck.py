@@ -2,17 +2,19 @@
 
 import inspect
 import time
+from functools import partial
 
 import pytest
 
 import rank_functions
 from ddp_lab import inside
 from ddp_lab.errors import RankFailed, RanksStuck
-from ddp_lab.launch import launch
+from ddp_lab.launch import launch as spawn
 from ddp_lab.stuck import Sight, Watch, sight_from_dump, user_line
 from rank_functions import compute_long
 
 STUCK_AFTER_S = 2.0
+launch = partial(spawn, start_method="forkserver")  # imports torch once for all tests
 
 
 def line_of(fn, mark="# HERE"):
