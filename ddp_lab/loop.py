@@ -8,10 +8,8 @@ Letters in shapes: n samples in a micro-batch, K classes, W ranks.
 """
 
 import contextlib
-import json
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +23,18 @@ from ddp_lab import checkpoint
 from ddp_lab.config import TrainConfig, mix_seed
 from ddp_lab.data import Batches, eval_loader, train_loader
 from ddp_lab.datasets import ImageSet, load_dataset_together
-from ddp_lab.errors import BadInput, Diverged
+from ddp_lab.errors import Diverged
 from ddp_lab.inside import send_record
-from ddp_lab.model import build_model, wrap_model
+from ddp_lab.model import build_model
 from ddp_lab.progress import Progress, ProgressStyle
-from ddp_lab.record import Run, describe_environment
+from ddp_lab.record import Run
+from ddp_lab.training import (
+    Training,
+    check_fits,
+    fingerprint,
+    open_run,
+    start_training,
+)
 from ddp_lab.world import (
     World,
     check_same,
@@ -38,7 +43,7 @@ from ddp_lab.world import (
     sum_over_ranks,
 )
 
-__all__ = ["Training", "check_fits", "evaluate", "fit", "fit_on_rank", "train_step"]
+__all__ = ["evaluate", "fit", "fit_on_rank", "train_step"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -124,26 +129,6 @@ def _tally(
     return torch.stack([mean_loss.detach().double() * count, correct, count])
 
 
-def check_fits(config: TrainConfig, data: ImageSet, world_size: int) -> None:
-    """Check, before anything starts, that this many ranks can train this data set.
-
-    Raises:
-        BadInput: the batch does not divide, or there are too few images.
-    """
-    config.batches(world_size)
-    num_train = len(data.train)
-    if num_train < world_size:
-        raise BadInput(
-            f"{num_train} training images are too few for {world_size} ranks: each "
-            "needs one at least"
-        )
-    if num_train < config.global_batch_size:
-        raise BadInput(
-            f"global_batch_size {config.global_batch_size} is more than the "
-            f"{num_train} training images: choose {num_train} or less"
-        )
-
-
 def fit_on_rank(
     config: TrainConfig,
     folder: Path | None,
@@ -207,9 +192,9 @@ def fit(
     test = eval_loader(data, config, world, micro)
     steps_per_epoch = len(train) // num_micro_batches
     model = build_model(config, len(data.classes))
-    check_same(_fingerprint(config, data, model, steps_per_epoch), world.device)
-    training = _set_up(config, model, world, steps_per_epoch)
-    run = _open_run(config, world, folder, training.step)
+    check_same(fingerprint(config, data, model, steps_per_epoch), world.device)
+    training = start_training(config, model, world, steps_per_epoch)
+    run = open_run(config, world, folder, training.step)
 
     report = Progress(
         "none" if world.rank else progress,
@@ -254,68 +239,6 @@ def fit(
         "time_s": training.time_s,
         "images_per_s": training.step * config.global_batch_size / training.train_s,
     }
-
-
-@dataclass
-class Training:
-    """What changes while a run goes on, and what a checkpoint therefore holds."""
-
-    model: DistributedDataParallel
-    optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LRScheduler
-    epoch: int = 0  # epochs done
-    step: int = 0  # optimiser steps done
-    time_s: float = 0.0  # seconds of training and evaluating
-    train_s: float = 0.0  # seconds of training alone
-
-    def state(self, config: TrainConfig) -> dict[str, Any]:
-        """Everything that `checkpoint.save` wants."""
-        return {
-            "model": self.model.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "progress": {name: getattr(self, name) for name in _PROGRESS},
-            "config": config.to_json(),
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go back to what `state` returned."""
-        self.model.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
-        for name in _PROGRESS:
-            setattr(self, name, state["progress"][name])
-
-
-_PROGRESS = ("epoch", "step", "time_s", "train_s")
-
-
-def _set_up(
-    config: TrainConfig, model: nn.Module, world: World, steps_per_epoch: int
-) -> Training:
-    """Wrap the model, make optimiser and schedule, and go on where a run stopped."""
-    wrapped = wrap_model(model, world, config.norm)
-    optimizer = torch.optim.SGD(
-        wrapped.parameters(),
-        lr=config.lr,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        nesterov=config.nesterov,
-    )
-    schedule: torch.optim.lr_scheduler.LRScheduler
-    if config.schedule == "onecycle":
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer,
-            max_lr=config.lr,
-            total_steps=config.epochs * steps_per_epoch + 1,  # it is stepped once more
-            cycle_momentum=False,  # the momentum is a setting of its own
-        )
-    else:
-        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    training = Training(wrapped, optimizer, schedule)
-    if config.resume is not None:
-        training.load(checkpoint.load(Run(config.resume).checkpoint_file))
-    return training
 
 
 def _train_epoch(
@@ -392,51 +315,6 @@ def _check_finite(rows: torch.Tensor, step: int, epoch: int, run: Run | None) ->
         f"the loss became {losses[bad[0]].item()} at step {where}, in epoch {epoch}: "
         f"try a lower --lr{kept}"
     )
-
-
-def _fingerprint(
-    config: TrainConfig, data: ImageSet, model: nn.Module, steps_per_epoch: int
-) -> dict[str, str]:
-    """What must be equal on all ranks before the first step, by name."""
-    # these may differ: where a rank finds things, and with how many helpers it works
-    own = {"data_dir", "download", "num_ranks", "num_threads", "num_workers", "out"}
-    settings = {
-        f"setting {name} =": json.dumps(value)
-        for name, value in config.to_json().items()
-        if name not in own | {"device", "resume"}
-    }
-    parameters = {
-        f"parameter {name} of shape": str(tuple(p.shape))
-        for name, p in model.named_parameters()
-    }
-    return {
-        **settings,
-        "training data:": data.train.fingerprint(),
-        "test data:": data.test.fingerprint(),
-        "classes": ", ".join(data.classes),
-        "batches an epoch:": str(steps_per_epoch),
-        **parameters,
-    }
-
-
-def _open_run(
-    config: TrainConfig, world: World, folder: Path | None, step: int
-) -> Run | None:
-    """Create or continue the run's folder on rank 0; elsewhere None."""
-    if world.rank or folder is None:
-        return None
-    if config.resume is not None:
-        run = Run.open(folder)
-        run.cut_history(step)
-        return run
-    environment = describe_environment(
-        device=str(world.device.type),
-        device_name=torch.cuda.get_device_name() if world.backend == "nccl" else None,
-        backend=world.backend,
-        world_size=world.world_size,
-        num_threads=torch.get_num_threads(),
-    )
-    return Run.create(folder, config, environment)
 
 
 def _opening(

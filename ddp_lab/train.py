@@ -26,10 +26,11 @@ from ddp_lab.config import RECIPES, TrainConfig
 from ddp_lab.datasets import load_dataset
 from ddp_lab.errors import BadInput, LabError, RankFailed
 from ddp_lab.launch import launch, shared
-from ddp_lab.loop import check_fits, fit_on_rank
+from ddp_lab.loop import fit_on_rank
 from ddp_lab.model import check_model
 from ddp_lab.progress import ProgressStyle
 from ddp_lab.record import Run
+from ddp_lab.training import check_fits
 from ddp_lab.world import pick_device, read_ranks
 
 __all__ = ["main", "parse_arguments", "train"]

@@ -29,7 +29,7 @@ FLOORS = [
         "verdict",
         "workers",
     },
-    {"checks", "curves", "drawing", "exercise", "loop", "plots"},
+    {"checks", "curves", "drawing", "exercise", "loop", "plots", "training"},
     {"train"},
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -22,9 +22,10 @@ from ddp_lab.data import eval_loader, train_loader
 from ddp_lab.datasets import ImagesInMemory, load_dataset
 from ddp_lab.errors import BadInput, Diverged, LabError
 from ddp_lab.launch import launch
-from ddp_lab.loop import check_fits, evaluate, fit, train_step
+from ddp_lab.loop import evaluate, fit, train_step
 from ddp_lab.model import wrap_model
 from ddp_lab.record import Run
+from ddp_lab.training import check_fits
 from ddp_lab.world import join_world
 
 TOLERANCE = 1e-9
