@@ -47,6 +47,7 @@ __all__ = [
     "kill_group",
     "rank_main",
     "send_record",
+    "traceback_text",
 ]
 
 STACK_SIGNAL = getattr(signal, "SIGUSR2", signal.SIGTERM)

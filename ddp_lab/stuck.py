@@ -34,6 +34,9 @@ __all__ = [
     "forget_collectives",
     "last_collective",
     "look",
+    "short_name",
+    "sight_from_dump",
+    "stack_text",
     "stuck_table",
     "user_line",
 ]
