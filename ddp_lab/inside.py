@@ -32,6 +32,7 @@ from typing import Any, TextIO
 
 from ddp_lab import payload
 from ddp_lab.stuck import (
+    PLUMBING,
     forget_collectives,
     last_collective,
     look,
@@ -78,6 +79,7 @@ class Returned:
 
     collective: str
     group_open: bool  # the process group outlives the call, and needs its store
+    left_out: bool = False  # the call was not for this rank
 
 
 @dataclass(frozen=True)
@@ -295,7 +297,7 @@ def _group_open() -> bool:
 def traceback_text(error: BaseException) -> str:
     """Format an exception as Python does, with cells named and our frames left out."""
     inside = error.__traceback__
-    while inside is not None and inside.tb_frame.f_code.co_filename == __file__:
+    while inside is not None and inside.tb_frame.f_code.co_filename in PLUMBING:
         inside = inside.tb_next
     linecache.checkcache()
     text = "".join(traceback.format_exception(type(error), error, inside))

@@ -11,8 +11,6 @@
 as under torchrun: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 """
 
-import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +18,15 @@ from ddp_lab.errors import BadInput
 from ddp_lab.inside import send_record
 from ddp_lab.payload import pack_call, shared
 from ddp_lab.ranks import Ranks
+from ddp_lab.refuse import (
+    check_function,
+    check_positive,
+    check_ranks,
+    notice_big_copies,
+)
 from ddp_lab.start import hold_interrupts
 
 __all__ = ["launch", "send_record", "shared"]
-
-_NOTICE_BYTES = 10 * 2**20
 
 
 def launch(
@@ -70,20 +72,15 @@ def launch(
     """
     __tracebackhide__ = True  # in a notebook, the cell's line is what matters
     try:
-        num_ranks = _check(fn, num_ranks, device, start_method)
-        _check_positive(
+        check_function(fn, "launch")
+        num_ranks = check_ranks(num_ranks, device, start_method)
+        check_positive(
             num_threads=num_threads, timeout_s=timeout_s, stuck_after_s=stuck_after_s
         )
         packed = pack_call(fn, args, kwargs)
     except BadInput as error:
         raise error.with_traceback(None) from None
-    if len(packed.blob) > _NOTICE_BYTES:
-        size_mb = len(packed.blob) / 2**20
-        print(
-            f"launch: {size_mb:.0f} MB of arguments are copied to each of {num_ranks} "
-            "ranks; shared(tensor) passes one copy for all",
-            file=sys.stderr,
-        )
+    notice_big_copies("launch", packed, num_ranks)
     with hold_interrupts(), Ranks(num_ranks, start_method=start_method) as ranks:
         return ranks.call(
             packed,
@@ -95,42 +92,3 @@ def launch(
             echo=echo,
             on_record=on_record,
         )
-
-
-def _check(fn: Any, num_ranks: int | None, device: str, start_method: str) -> int:
-    """Refuse what cannot work, before a process is started."""
-    if not callable(fn):
-        raise BadInput(
-            f"launch needs a function, not {type(fn).__name__!r}: "
-            "launch(train, config), not launch(train(config))"
-        )
-    if inspect.iscoroutinefunction(fn):
-        raise BadInput(f"{fn.__name__} is a coroutine function: pass a plain function")
-    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
-        raise BadInput(f"{fn.__name__} is a generator function: return a list instead")
-    if start_method not in ("spawn", "forkserver"):
-        raise BadInput(
-            f"start_method {start_method!r} is unknown: choose spawn or forkserver "
-            "(fork deadlocks once this process has used threads or CUDA)"
-        )
-    if device not in ("auto", "cpu", "cuda"):
-        raise BadInput(f"device {device!r} is unknown: choose auto, cpu or cuda")
-    import torch
-
-    num_gpus = torch.cuda.device_count() if device != "cpu" else 0
-    if num_ranks is None:
-        return num_gpus or 2
-    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-        raise BadInput(f"num_ranks must be a whole number from 1 on, not {num_ranks!r}")
-    if device == "cuda" and num_ranks > num_gpus:
-        raise BadInput(
-            f"num_ranks={num_ranks}, but this machine has {num_gpus} GPU(s): use "
-            'device="cpu", or start at most that many ranks'
-        )
-    return num_ranks
-
-
-def _check_positive(**numbers: float | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and not number > 0:
-            raise BadInput(f"{name} must be above 0, not {number!r}")

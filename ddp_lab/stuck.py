@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from types import CodeType
 
 __all__ = [
+    "PLUMBING",
     "Row",
     "Sight",
     "Watch",
@@ -52,7 +53,11 @@ _LIBRARIES = tuple(
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _DISTRIBUTED = os.sep + os.path.join("torch", "distributed", "distributed_c10d")
 _NO_WAIT = ("get_rank", "get_world_size", "is_initialized")
-_PLUMBING = tuple(_PACKAGE + n for n in ("inside.py", "payload.py", "stuck.py"))
+PLUMBING = tuple(
+    _PACKAGE + name for name in ("inside.py", "magics.py", "payload.py", "stuck.py")
+)
+"""Files whose frames stand between a rank's start and the user's code."""
+
 
 
 _since_ns = 0
@@ -148,7 +153,7 @@ def sight_from_dump(text: str) -> Sight | None:
 def user_line(lines: Iterable[Line]) -> str:
     """The innermost line that the user wrote, of frames given outermost first."""
     frames = [line for line in lines if not line[0].startswith("<frozen")]
-    for skip in ((*_LIBRARIES, _PACKAGE), (*_LIBRARIES, *_PLUMBING)):
+    for skip in ((*_LIBRARIES, _PACKAGE), (*_LIBRARIES, *PLUMBING)):
         for filename, number, _ in reversed(frames):
             if not filename.startswith(skip):
                 return _line_text(filename, number)
@@ -164,7 +169,7 @@ def _line_text(filename: str, number: int) -> str:
 def stack_text(lines: Sequence[Line]) -> str:
     """The stack from the user's function inwards, with source lines."""
     first = max(
-        (i + 1 for i, line in enumerate(lines) if line[0] in _PLUMBING), default=0
+        (i + 1 for i, line in enumerate(lines) if line[0] in PLUMBING), default=0
     )
     text = ""
     for filename, number, function in lines[first:]:

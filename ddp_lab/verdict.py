@@ -73,6 +73,8 @@ def rows_of(outcomes: Sequence[Outcome], watch: Watch) -> list[Row]:
 def _row(rank: int, outcome: Outcome, watch: Watch) -> Row:
     sight = watch.last[rank]
     seen = sight.collective if sight is not None and "#" in sight.collective else "-"
+    if isinstance(outcome, Returned) and outcome.left_out:
+        return Row(rank, "left out", "-", "not part of this call")
     if isinstance(outcome, Returned):
         last = outcome.collective if outcome.collective != "-" else seen
         return Row(rank, "finished", last, "returned")
@@ -102,7 +104,8 @@ def stuck_error(why: str, outcomes: Sequence[Outcome], watch: Watch) -> RanksStu
             stacks.append(f"Rank {row.rank}:\n{outcome.text}")
         elif outcome is None and sight is not None:
             stacks.append(f"Rank {row.rank}, innermost call last:\n{sight.stack}")
-    open_ = [row.rank for row in rows if row.state not in ("finished", "failed")]
+    ended = ("finished", "failed", "left out")
+    open_ = [row.rank for row in rows if row.state not in ended]
     lines = [f"{_ranks(open_)} of {len(rows)} {why}", stuck_table(rows)]
     hint = _hint(rows)
     return RanksStuck(
@@ -122,6 +125,12 @@ def _hint(rows: Sequence[Row]) -> str:
     waiting = [row for row in rows if row.state == "waiting"]
     left = [row.rank for row in rows if row.state == "finished"]
     away = [row.rank for row in rows if row.state in ("idle", "running")]
+    left_out = [row.rank for row in rows if row.state == "left out"]
+    if waiting and left_out:
+        return (
+            f"{_ranks(left_out)} did not run this: every rank must call every "
+            "collective, equally often"
+        )
     if waiting and left:
         return (
             f"{_ranks(left)} returned without it: every rank must call every "
@@ -149,7 +158,7 @@ def failure_error(outcomes: Sequence[Outcome], watch: Watch) -> RankFailed | Ran
     others = [
         f"rank {row.rank}: {row.state}, {row.where}"
         for row in rows_of(outcomes, watch)
-        if row.rank != root
+        if row.rank != root and row.state != "left out"
     ]
     error = RankFailed(
         f"rank {root} of {len(outcomes)} failed: {failures[0].headline}",

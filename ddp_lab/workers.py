@@ -1,0 +1,339 @@
+"""Ranks that stay alive between calls, so that the second call takes milliseconds.
+
+    with Workers(2) as workers:
+        workers.run(train, 0.1)      # about a second: each rank imports torch
+        workers.run(train, 0.2)      # a few milliseconds
+
+A call keeps the promises of `launch`: every rank's output, return value and traceback
+reach the caller, and a deadlock ends in a table. What differs is what stays:
+
+* The processes stay, with their modules, their memory and their open files.
+* With ``init=True`` the process group stays too: it is joined once, before the first
+  call, and each call finds it open.
+* With ``init=False`` step 1 is the function's own business, as under torchrun. A group
+  that it leaves open is closed after the call, so that it can be called again.
+
+After a failure the ranks go on if they can:
+
+    call ends by              ranks                       group (init=True)
+    every rank returned       stay                        stays
+    an exception, and all     stay                        stays if each rank has called
+    ranks came to an end                                  as many collectives, else new
+    an exception, and others  new ones at the next call   new
+    still waited for it
+    crash, deadlock, Stop     new ones at the next call   new
+    a rank died while idle    new ones at the next call   new
+
+New ranks know nothing of the old ones' variables, so the next call says in one line
+that they are new, and why.
+"""
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from ddp_lab.errors import BadInput, RankFailed, RanksStuck
+from ddp_lab.payload import Packed, pack_call
+from ddp_lab.ranks import OnRecord, Ranks
+from ddp_lab.refuse import (
+    check_function,
+    check_positive,
+    check_ranks,
+    notice_big_copies,
+)
+from ddp_lab.start import hold_interrupts
+
+__all__ = ["Workers"]
+
+_HOUSEKEEPING_S = 90.0  # joining gives up after 60 s and says who is missing
+
+
+class Workers:
+    """``num_ranks`` processes that wait for functions to run.
+
+    They start in the background as soon as the set is made, and end with the ``with``
+    block, with `close`, or with the process that made them, however it goes.
+
+    Args:
+        num_ranks: number of processes; None for one a GPU, or 2 without a GPU.
+        init: True joins the process group once and keeps it open for all calls; False
+            leaves that to each function.
+        device: with ``init``, where the ranks compute: ``auto``, ``cpu`` or ``cuda``.
+        num_threads: CPU threads of a rank; None for OMP_NUM_THREADS where it is set,
+            else the cores shared out.
+        start_method: ``spawn`` or ``forkserver``.
+        setup: called once on each new rank, with the group open if ``init``: load
+            here what all calls need. Its output is shown.
+        name: who speaks in the notices.
+
+    Raises:
+        BadInput: an argument cannot work; nothing was started.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int | None = 2,
+        *,
+        init: bool = False,
+        device: str = "auto",
+        num_threads: int | None = None,
+        start_method: str = "spawn",
+        setup: Callable[[], Any] | None = None,
+        name: str = "Workers",
+    ) -> None:
+        __tracebackhide__ = True
+        try:
+            self.num_ranks = check_ranks(num_ranks, device, start_method)
+            check_positive(num_threads=num_threads)
+            self._setup = None
+            if setup is not None:
+                check_function(setup, "setup")
+                self._setup = pack_call(setup, (), {})
+        except BadInput as error:
+            raise error.with_traceback(None) from None
+        self._init = init
+        self._device = device
+        self._num_threads = num_threads
+        self._start_method = start_method
+        self._name = name
+        self._busy = threading.Lock()
+        self._closed = False
+        self._start()
+
+    @property
+    def pids(self) -> list[int]:
+        """The ranks' process ids, in rank order."""
+        return [process.pid or 0 for process in self._ranks.processes]
+
+    @property
+    def exit_codes(self) -> list[int | None]:
+        """None for each rank that lives, minus the signal's number if it was killed."""
+        return [process.exitcode for process in self._ranks.processes]
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        only: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        stuck_after_s: float = 30.0,
+        echo: bool = True,
+        on_record: OnRecord | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Run ``fn(*args, **kwargs)`` on every rank and wait for all of them.
+
+        Args:
+            fn: a function, also one from a cell, a lambda or a bound method.
+            args: its arguments. Each rank works on its own copy.
+            only: run on these ranks, while the others stay idle; None for all.
+            timeout_s: seconds after which the ranks are stopped, None for no limit.
+            stuck_after_s: seconds without progress after which waiting ranks are
+                stopped.
+            echo: show what the ranks print.
+            on_record: called here with (rank, fields) for each `send_record`.
+            kwargs: keyword arguments of ``fn``.
+
+        Returns:
+            What ``fn`` returned on each rank that ran it, in rank order.
+
+        Raises:
+            BadInput: an argument cannot work, or cannot travel; nothing ran.
+            RankFailed: a rank raised, exited or was killed.
+            RanksStuck: ranks waited for each other, or ``timeout_s`` was over.
+
+        **Cost**: a few milliseconds, once the ranks are there.
+        """
+        __tracebackhide__ = True
+        try:
+            check_function(fn, "run")
+            check_positive(timeout_s=timeout_s, stuck_after_s=stuck_after_s)
+            self._check_only(only)
+            packed = pack_call(fn, args, kwargs)
+            if self._closed:
+                raise BadInput("these workers are closed: make new ones")
+            if not self._busy.acquire(blocking=False):
+                raise BadInput("these workers run a call already, from another thread")
+        except BadInput as error:
+            raise error.with_traceback(None) from None
+        try:
+            notice_big_copies(self._name, packed, self.num_ranks)
+            with hold_interrupts():
+                self._make_ready()
+                return self._call(
+                    packed,
+                    only=only,
+                    timeout_s=timeout_s,
+                    stuck_after_s=stuck_after_s,
+                    echo=echo,
+                    on_record=on_record,
+                )
+        finally:
+            self._busy.release()
+
+    def close(self) -> None:
+        """End the ranks; a second time it does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        with hold_interrupts():
+            if not self._why_new():
+                with contextlib.suppress(Exception):
+                    self._leave_group()  # nccl warns when a process forgets to
+            self._ranks.close()
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_only(self, only: Sequence[int] | None) -> None:
+        for rank in only if only is not None else ():
+            if rank not in range(self.num_ranks):
+                last = self.num_ranks - 1
+                which = f"the ranks are 0 to {last}" if last else "the only rank is 0"
+                raise BadInput(f"there is no rank {rank}: {which}")
+        if only is not None and (not only or len(set(only)) < len(only)):
+            raise BadInput("`only` must name at least one rank, and each rank once")
+
+    def _start(self) -> None:
+        self._lost = ""  # why the ranks cannot go on
+        self._regroup = ""  # why the group cannot
+        self._joined = False
+        self._set_up = False
+        self._ranks = Ranks(self.num_ranks, start_method=self._start_method)
+        try:
+            self._ranks.start()
+        except BaseException:
+            self._ranks.kill()
+            raise
+
+    def _why_new(self) -> str:
+        """Why these ranks cannot run another call; empty if they can."""
+        for rank, code in enumerate(self.exit_codes):
+            if code is not None and not self._lost:
+                self._lost = f"rank {rank} {_ended(code)}"
+        return self._lost
+
+    def _make_ready(self) -> None:
+        """Replace ranks that are lost, and join the group if there is to be one."""
+        __tracebackhide__ = True
+        if why := self._why_new():
+            self._ranks.close()
+            self._start()
+            self._say(f"{self.num_ranks} new ranks, because {why}")
+        if self._init and not self._joined:
+            self._call(pack_call(_join, (self._device,), {}), echo=False)
+            self._joined = True
+            if self._regroup:
+                self._say(f"a new process group, because {self._regroup}")
+                self._regroup = ""
+        if self._setup is not None and not self._set_up:
+            self._call(self._setup)
+            self._set_up = True
+
+    def _say(self, text: str) -> None:
+        print(f"{self._name}: {text}", flush=True)
+
+    def _call(self, packed: Packed, **options: Any) -> list[Any]:
+        """Run a packed call, and note what has become of the ranks."""
+        __tracebackhide__ = True
+        try:
+            values = self._ranks.call(packed, num_threads=self._num_threads, **options)
+        except RankFailed as error:
+            self._after_failure(error)
+            raise
+        except RanksStuck:
+            self._lost = "the ranks of the last call were stuck"
+            raise
+        except KeyboardInterrupt:
+            self._lost = "the last call was interrupted"
+            raise
+        except BaseException:
+            if not self._ranks.alive:
+                self._lost = "the last call was given up"
+            raise
+        open_groups = self._ranks.groups_open
+        if self._joined and not all(open_groups):
+            self._lose_group("a rank has closed the last one")
+        elif not self._init and any(open_groups):
+            self._leave_group()
+        return values
+
+    def _after_failure(self, error: RankFailed) -> None:
+        first = error.failures[0]
+        if not self._ranks.alive:
+            self._lost = f"rank {first.rank} failed and others still waited for it"
+        elif not self._why_new() and any(self._ranks.groups_open):
+            if not self._init:
+                self._leave_group()
+            elif self._out_of_step(error):
+                self._lose_group(f"rank {first.rank} failed between two collectives")
+
+    def _out_of_step(self, error: RankFailed) -> bool:
+        """Whether the next collective of one rank would meet another's last one."""
+        if any(failure.consequence for failure in error.failures):
+            return True
+        counts = self._ranks.call(pack_call(_num_collectives, (), {}), echo=False)
+        return None in counts or len(set(counts)) > 1
+
+    def _lose_group(self, why: str) -> None:
+        self._leave_group()
+        self._regroup = why
+
+    def _leave_group(self) -> None:
+        self._joined = False
+        try:
+            leave = pack_call(_leave, (), {})
+            self._ranks.call(leave, echo=False, timeout_s=_HOUSEKEEPING_S)
+        except Exception:
+            self._ranks.kill()
+            self._lost = "the process group of the last call could not be closed"
+
+
+def _ended(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    try:
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"was ended by signal {-exit_code}"
+
+
+# On the ranks ---------------------------------------------------------------------
+
+_membership: ExitStack | None = None  # of the process group
+
+
+def _join(device: str) -> None:
+    from ddp_lab.world import join_world
+
+    global _membership
+    _membership = ExitStack()
+    _membership.enter_context(join_world(device=device))
+
+
+def _leave() -> None:
+    """Close the group, whoever opened it, without waiting for the others."""
+    global _membership
+    membership, _membership = _membership, None
+    if membership is not None:
+        leaving = RuntimeError("leave at once")
+        with contextlib.suppress(Exception):  # the user's code may have closed it
+            membership.__exit__(RuntimeError, leaving, None)
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _num_collectives() -> int | None:
+    """How many collectives this rank has called in the group that is open."""
+    import torch.distributed as dist
+
+    group: Any = dist.group.WORLD
+    return int(group._get_sequence_number_for_group()) if group is not None else None
