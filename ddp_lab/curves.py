@@ -57,6 +57,8 @@ def plot_loss(history: History, title: str | None = None) -> "Figure":
 
 
 def _draw(figure: "Figure", history: History, title: str | None) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     steps, evals = history.steps, history.evals
     at = [line["step"] for line in steps]
     bottom = None
@@ -83,6 +85,7 @@ def _draw(figure: "Figure", history: History, title: str | None) -> None:
     if bottom is not None:
         bottom.set_ylabel("accuracy (%)")
         bottom.set_ylim(0, 102)
+    lowest.xaxis.set_major_locator(MaxNLocator(integer=True))
     lowest.set_xlabel("optimiser steps" + _points_per_epoch(steps))
     top.set_title(title or _default_title(evals))
 
@@ -147,6 +150,7 @@ def _set_loss_axis(
                 color=_TEST,
                 ha="center",
                 va="top",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
                 arrowprops={"arrowstyle": "-|>", "color": _TEST},
             )
     return kept

@@ -7,17 +7,19 @@ only sign: the rank's number stands beside it.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = [
     "FAINT",
     "INK",
     "RANK_COLOURS",
+    "draw_cell",
     "fill_colour",
     "in_style",
     "num_bytes_text",
@@ -32,6 +34,8 @@ INK = "#222222"
 """Text, and the run as a whole."""
 FAINT = "#888888"
 """What is there, but not what the picture is about."""
+
+_EMPTY: dict[str, Any] = {"edgecolor": FAINT, "linewidth": 0.8, "linestyle": ":"}
 
 
 def style() -> dict[Any, Any]:
@@ -78,6 +82,46 @@ def fill_colour(colour: str, strength: float = 0.3) -> tuple[float, float, float
 
     red, green, blue = (1 - strength * (1 - part) for part in to_rgb(colour))
     return red, green, blue
+
+
+def draw_cell(
+    axes: "Axes",
+    x: float,
+    y: float,
+    colours: Sequence[str],
+    text: str = "",
+    *,
+    width: float = 0.9,
+    height: float = 0.9,
+    edge: str = "white",
+    font_size: float = 9,
+    strength: float = 0.45,
+) -> None:
+    """Draw one cell of a grid, with a stripe for each colour and a text on top.
+
+    Args:
+        axes: their y-axis may point down.
+        x, y: the middle of the cell.
+        colours: none for an empty, dashed cell.
+        text: in dark ink.
+        width, height: of the cell, in units of the axes.
+        edge: colour of the outline.
+        font_size: in points.
+        strength: of the colours, 1 for pure; below 0.5 a text on top can be read.
+    """
+    from matplotlib.patches import Rectangle
+
+    left, bottom = x - width / 2, y - height / 2
+    for k, colour in enumerate(colours):
+        stripe = width / len(colours)
+        fill = fill_colour(colour, strength)
+        corner = (left + k * stripe, bottom)
+        axes.add_patch(Rectangle(corner, stripe, height, color=fill, linewidth=0))
+    outline = {"edgecolor": edge, "linewidth": 1.2} if colours else _EMPTY
+    axes.add_patch(Rectangle((left, bottom), width, height, fill=False, **outline))
+    if text:
+        middle = {"ha": "center", "va": "center_baseline", "fontsize": font_size}
+        axes.text(x, y, text, color=INK, **middle)  # type: ignore[arg-type]
 
 
 def num_bytes_text(num_bytes: float) -> str:

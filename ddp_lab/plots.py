@@ -13,12 +13,19 @@ figure; in a notebook, end the cell with ``plt.show()``.
 """
 
 from ddp_lab.curves import LiveCurve, plot_loss
+from ddp_lab.diagrams import plot_buckets, plot_memory, plot_shards
 from ddp_lab.drawing import RANK_COLOURS, rank_colour, save_picture, style
+from ddp_lab.messages import plot_collective, plot_ring
 
 __all__ = [
     "RANK_COLOURS",
     "LiveCurve",
+    "plot_buckets",
+    "plot_collective",
     "plot_loss",
+    "plot_memory",
+    "plot_ring",
+    "plot_shards",
     "rank_colour",
     "save_picture",
     "style",

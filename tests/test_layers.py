@@ -22,6 +22,7 @@ FLOORS = [
         "inside",
         "launch",
         "magics",
+        "process",
         "ranks",
         "refuse",
         "start",
@@ -29,7 +30,19 @@ FLOORS = [
         "verdict",
         "workers",
     },
-    {"checks", "curves", "drawing", "exercise", "loop", "plots", "training"},
+    {
+        "checks",
+        "curves",
+        "diagrams",
+        "drawing",
+        "exercise",
+        "exercises_ranks",
+        "exercises_training",
+        "loop",
+        "messages",
+        "plots",
+        "training",
+    },
     {"train"},
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
