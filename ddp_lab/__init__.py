@@ -10,4 +10,13 @@ Importing the package is cheap on purpose: every spawned rank does it, so matplo
 torchvision and scikit-learn are imported only by the functions that need them.
 """
 
+from typing import Any
+
 __version__ = "0.1.0"
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Make the magics known: ``%load_ext ddp_lab``."""
+    from ddp_lab import magics  # IPython is there only in a notebook
+
+    magics.load_ipython_extension(shell)

@@ -54,7 +54,7 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _DISTRIBUTED = os.sep + os.path.join("torch", "distributed", "distributed_c10d")
 _NO_WAIT = ("get_rank", "get_world_size", "is_initialized")
 PLUMBING = tuple(
-    _PACKAGE + name for name in ("inside.py", "magics.py", "payload.py", "stuck.py")
+    _PACKAGE + name for name in ("cells.py", "inside.py", "payload.py", "stuck.py")
 )
 """Files whose frames stand between a rank's start and the user's code."""
 

@@ -226,12 +226,14 @@ class Workers:
         if why := self._why_new():
             self._ranks.close()
             self._start()
-            self._say(f"{self.num_ranks} new ranks, because {why}")
+            many = f"{self.num_ranks} new rank{'s' if self.num_ranks > 1 else ''}"
+            self._say(f"{many}, because {why}; what the old held is gone")
         if self._init and not self._joined:
             self._call(pack_call(_join, (self._device,), {}), echo=False)
             self._joined = True
             if self._regroup:
-                self._say(f"a new process group, because {self._regroup}")
+                again = "wrap DDP models again"
+                self._say(f"a new process group, because {self._regroup}; {again}")
                 self._regroup = ""
         if self._setup is not None and not self._set_up:
             self._call(self._setup)
@@ -249,7 +251,7 @@ class Workers:
             self._after_failure(error)
             raise
         except RanksStuck:
-            self._lost = "the ranks of the last call were stuck"
+            self._lost = "the last call did not come to an end"
             raise
         except KeyboardInterrupt:
             self._lost = "the last call was interrupted"

@@ -17,6 +17,7 @@ FLOORS = [
     {"world", "data", "datasets", "model", "payload", "output"},
     {
         "by_hand",
+        "cells",
         "checkpoint",
         "cuda_finder",
         "inside",
