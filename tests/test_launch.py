@@ -341,3 +341,22 @@ def test_overflow_file_is_ours_alone(tmp_path, monkeypatch, capsys):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert len(path.read_text().splitlines()) == 30_000
         assert out.count(f"line 29999 of rank {rank}") == 1
+
+
+def test_many_launches_leave_no_descriptor_or_thread():
+    def count():
+        return psutil.Process().num_fds(), threading.active_count()
+
+    def some_of_all(data):
+        on_ranks.send_records()
+        print("text")
+        return data
+
+    data = shared(torch.zeros(10))
+    quick(some_of_all, data, on_record=lambda rank, fields: None)
+    before = count()
+    for _ in range(3):
+        quick(some_of_all, data, on_record=lambda rank, fields: None)
+        with pytest.raises(RankFailed):
+            quick(on_ranks.fail_alike)
+    assert count() == before

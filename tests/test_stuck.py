@@ -11,6 +11,7 @@ from ddp_lab import inside
 from ddp_lab.errors import RankFailed, RanksStuck
 from ddp_lab.launch import launch as spawn
 from ddp_lab.stuck import Sight, Watch, sight_from_dump, user_line
+from ddp_lab.verdict import stuck_error
 from rank_functions import compute_long
 
 STUCK_AFTER_S = 2.0
@@ -43,10 +44,25 @@ def stuck(fn, **kwargs):
     return caught.value
 
 
+@pytest.fixture
+def found_after_s(monkeypatch):
+    """Seconds from the last rank's last move to the verdict."""
+    seconds = []
+
+    def note(why, outcomes, watch):
+        seconds.append(time.monotonic() - max(watch._moved_at))
+        return stuck_error(why, outcomes, watch)
+
+    monkeypatch.setattr("ddp_lab.ranks.stuck_error", note)
+    return seconds
+
+
 @pytest.mark.parametrize("name", SHAPES)
-def test_shape(name):
+def test_shape(name, found_after_s):
     fn = getattr(rank_functions, name)
     error = stuck(fn)
+    if name != "returned_early":  # its group was closed: known at once
+        assert STUCK_AFTER_S <= found_after_s[0] < STUCK_AFTER_S + 2.0
     rows = [(row.state, row.collective) for row in error.rows]
     assert rows == SHAPES[name]
     assert error.rows[0].where == line_of(fn)
