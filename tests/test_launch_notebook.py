@@ -6,6 +6,7 @@ import sys
 import nbclient
 import nbformat
 import pytest
+
 from kernel import kernel_in
 
 pytestmark = pytest.mark.timeout(300)
