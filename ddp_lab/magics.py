@@ -281,12 +281,12 @@ class RankMagics(Magics):
 
 @contextlib.contextmanager
 def _in_one_line() -> Iterator[None]:
-    """Let a notebook show what the user got wrong without our frames around it."""
+    """Let a notebook show what the user did without our frames around it."""
     __tracebackhide__ = True
     try:
         yield
-    except BadInput as error:
-        text = f"{type(error).__name__}: {error}"
+    except (BadInput, KeyboardInterrupt) as error:
+        text = ": ".join(filter(None, [type(error).__name__, str(error)]))
         vars(error).setdefault("_render_traceback_", lambda: [text])
         raise
 
