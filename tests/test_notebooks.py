@@ -324,6 +324,7 @@ def _sanitize(text: str) -> str:
         ("MASTER_PORT=40321", "MASTER_PORT=29500"),
         ("listens on port 40321", "listens on port 29501"),
         ("worker, pid 4711, is gone", "worker, pid 12, is gone"),
+        ("Cell In[7], line 3: x", "Cell In[1] (2), line 3: x"),
     ],
 )
 def test_the_sanitizer_hides_what_may_differ(one: str, other: str) -> None:
@@ -345,6 +346,7 @@ def test_the_sanitizer_hides_what_may_differ(one: str, other: str) -> None:
         ("12:30", "12:31"),
         ("support 40321", "support 40322"),
         ("rapid 12", "rapid 13"),
+        ("Cell In[7], line 3: x", "Cell In[7], line 4: x"),
     ],
 )
 def test_the_sanitizer_hides_nothing_else(one: str, other: str) -> None:
