@@ -140,4 +140,16 @@ class Diverged(LabError):
 
 
 class CheckFailed(LabError):
-    """An exercise's function was run and does not have the property asked for."""
+    """An exercise's function was run and does not have the property asked for.
+
+    Attributes:
+        report: the learner's lines on which it failed, and what they printed.
+    """
+
+    def __init__(self, message: str, *, report: str = "") -> None:
+        super().__init__(message)
+        self.report = report
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the message, and no line of the lab's own."""
+        return [*f"CheckFailed: {self}".splitlines(), "", *self.report.splitlines()]

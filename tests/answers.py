@@ -1,0 +1,1146 @@
+"""Right and wrong answers to every exercise, as learners might write them.
+
+``WRONG[name]`` holds pairs of a function and a part of the rule that it breaks.
+"""
+
+import os
+import random
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+
+RIGHT = defaultdict(list)
+WRONG = defaultdict(list)
+
+
+def right(name):
+    return lambda fn: RIGHT[name].append(fn) or fn
+
+
+def wrong(name, rule):
+    return lambda fn: WRONG[name].append((fn, rule)) or fn
+
+
+def rank_and_size():
+    return dist.get_rank(), dist.get_world_size()
+
+
+# ---- mean_over_ranks -------------------------------------------------------------
+
+MEAN = "every rank gets the mean"
+
+
+@right("mean_over_ranks")
+def _(tensor):
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+@right("mean_over_ranks")
+def _(tensor):
+    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, tensor)
+    return sum(rows) / len(rows)
+
+
+@wrong("mean_over_ranks", MEAN)
+def _(tensor):  # the sum
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
+
+
+@wrong("mean_over_ranks", MEAN)
+def _(tensor):  # two ranks, hard-wired
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total / 2
+
+
+@wrong("mean_over_ranks", MEAN)
+def _(tensor):  # rank 0 only
+    total = tensor.clone()
+    dist.reduce(total, dst=0)
+    if dist.get_rank() == 0:
+        return total / dist.get_world_size()
+    return tensor
+
+
+@wrong("mean_over_ranks", MEAN)
+def _(tensor):  # no return
+    dist.all_reduce(tensor.clone())
+
+
+@wrong("mean_over_ranks", MEAN)
+def _(tensor):  # one number for the whole tensor
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total.mean() / dist.get_world_size()
+
+
+@wrong("mean_over_ranks", MEAN)
+def _(tensor):  # the largest
+    top = tensor.clone()
+    dist.all_reduce(top, op=dist.ReduceOp.MAX)
+    return top
+
+
+@wrong("mean_over_ranks", "the argument keeps its values")
+def _(tensor):
+    dist.all_reduce(tensor)
+    return tensor / dist.get_world_size()
+
+
+@wrong("mean_over_ranks", "returns on every rank")
+def _(tensor):  # gloo knows no AVG, and neither does Python
+    return tensor.mean_over_ranks()
+
+
+@wrong("mean_over_ranks", "returns on every rank")
+def _(tensor):  # a deadlock
+    total = tensor.clone()
+    if dist.get_rank() == 0:
+        dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+# ---- who_am_i --------------------------------------------------------------------
+
+PAIR = "the pair of rank and world size"
+
+
+@right("who_am_i")
+def _():
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+@right("who_am_i")
+def _():
+    dist.init_process_group("gloo")
+    place = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    return place
+
+
+@wrong("who_am_i", "environment holds text")
+def _():
+    return os.environ["RANK"], os.environ["WORLD_SIZE"]
+
+
+@wrong("who_am_i", PAIR)
+def _():
+    return int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+@wrong("who_am_i", PAIR)
+def _():
+    return int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+@wrong("who_am_i", PAIR)
+def _():
+    return int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+
+
+@wrong("who_am_i", PAIR)
+def _():
+    return int(os.environ["RANK"])
+
+
+@wrong("who_am_i", PAIR)
+def _():
+    return int(os.environ["RANK"]) + 1, int(os.environ["WORLD_SIZE"])
+
+
+@wrong("who_am_i", PAIR)
+def _():
+    print(os.environ["RANK"], os.environ["WORLD_SIZE"])
+
+
+@wrong("who_am_i", "returns on every rank")
+def _():  # nobody has met
+    return dist.get_rank(), dist.get_world_size()
+
+
+# ---- global_batch_size -----------------------------------------------------------
+
+EVERY = "counts every sample"
+
+
+@right("global_batch_size")
+def _(micro_batch_size, accumulation_steps, world_size):
+    return micro_batch_size * accumulation_steps * world_size
+
+
+@right("global_batch_size")
+def _(micro_batch_size, accumulation_steps, world_size):
+    num_samples = 0
+    for _rank in range(world_size):
+        for _step in range(accumulation_steps):
+            num_samples += micro_batch_size
+    return num_samples
+
+
+for answer in (
+    lambda micro_batch_size, accumulation_steps, world_size: micro_batch_size,
+    lambda micro_batch_size, accumulation_steps, world_size: (
+        micro_batch_size * world_size
+    ),
+    lambda micro_batch_size, accumulation_steps, world_size: (
+        micro_batch_size * accumulation_steps
+    ),
+    lambda micro_batch_size, accumulation_steps, world_size: (
+        micro_batch_size * (accumulation_steps + world_size)
+    ),
+    lambda micro_batch_size, accumulation_steps, world_size: (
+        micro_batch_size * accumulation_steps // world_size
+    ),
+    lambda micro_batch_size, accumulation_steps, world_size: (
+        micro_batch_size * world_size / accumulation_steps
+    ),
+    lambda micro_batch_size, accumulation_steps, world_size: None,
+):
+    wrong("global_batch_size", EVERY)(answer)
+
+
+# ---- micro_batches ---------------------------------------------------------------
+
+
+@right("micro_batches")
+def _(global_batch_size, world_size, bytes_per_sample, free_bytes):
+    share, steps = global_batch_size // world_size, 1
+    while share % steps or share // steps * bytes_per_sample > free_bytes:
+        steps += 1
+    return share // steps, steps
+
+
+@right("micro_batches")
+def _(global_batch_size, world_size, bytes_per_sample, free_bytes):
+    share = global_batch_size // world_size
+    fits = min(share, free_bytes // bytes_per_sample)
+    micro = max(m for m in range(1, fits + 1) if share % m == 0)
+    return micro, share // micro
+
+
+@wrong("micro_batches", "is the global batch size")
+def _(global_batch_size, world_size, bytes_per_sample, free_bytes):
+    micro = min(global_batch_size // world_size, free_bytes // bytes_per_sample)
+    return micro, -(-global_batch_size // (world_size * micro))  # does not divide
+
+
+@wrong("micro_batches", "is the global batch size")
+def _(global_batch_size, world_size, bytes_per_sample, free_bytes):
+    steps = 1  # forgets the ranks
+    while global_batch_size // steps * bytes_per_sample > free_bytes:
+        steps += 1
+    return global_batch_size // steps, steps
+
+
+@wrong("micro_batches", "a micro-batch fits")
+def _(global_batch_size, world_size, bytes_per_sample, free_bytes):
+    return global_batch_size // world_size, 1
+
+
+@wrong("micro_batches", "no more accumulation steps than needed")
+def _(global_batch_size, world_size, bytes_per_sample, free_bytes):
+    return 1, global_batch_size // world_size
+
+
+@wrong("micro_batches", "no more accumulation steps than needed")
+def _(global_batch_size, world_size, bytes_per_sample, free_bytes):
+    share, steps = global_batch_size // world_size, 1
+    while share % steps or share // steps * bytes_per_sample >= free_bytes:
+        steps += 1  # >=: misses the last byte
+    return share // steps, steps
+
+
+@wrong("micro_batches", "a pair of whole numbers")
+def _(global_batch_size, world_size, bytes_per_sample, free_bytes):
+    return global_batch_size / world_size, 1
+
+
+@wrong("micro_batches", "no more accumulation steps than needed")
+def _(global_batch_size, world_size, bytes_per_sample, free_bytes):
+    share, steps = global_batch_size // world_size, 1
+    while share % steps or share // steps * bytes_per_sample > free_bytes:
+        steps += 1
+    return steps, share  # mixed up
+
+
+@wrong("micro_batches", "a pair of whole numbers")
+def _(global_batch_size, world_size, bytes_per_sample, free_bytes):
+    return global_batch_size // world_size * bytes_per_sample // free_bytes
+
+
+# ---- collect_on_rank_0 -----------------------------------------------------------
+
+LIST = "rank 0 gets the list of all tensors"
+
+
+@right("collect_on_rank_0")
+def _(tensor):
+    rank, world_size = rank_and_size()
+    rows = [torch.empty_like(tensor) for _ in range(world_size)]
+    dist.gather(tensor, rows if rank == 0 else None, dst=0)
+    return rows if rank == 0 else None
+
+
+@right("collect_on_rank_0")
+def _(tensor):
+    rank, world_size = rank_and_size()
+    if rank:
+        dist.send(tensor, dst=0)
+        return None
+    rows = [tensor]
+    for other in range(1, world_size):
+        rows.append(torch.empty_like(tensor))
+        dist.recv(rows[-1], src=other)
+    return rows
+
+
+@wrong("collect_on_rank_0", "the other ranks get None")
+def _(tensor):
+    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, tensor)
+    return rows
+
+
+@wrong("collect_on_rank_0", LIST)
+def _(tensor):  # one buffer for all
+    rank, world_size = rank_and_size()
+    if rank:
+        dist.send(tensor, dst=0)
+        return None
+    rows, buffer = [tensor], torch.empty_like(tensor)
+    for other in range(1, world_size):
+        dist.recv(buffer, src=other)
+        rows.append(buffer)
+    return rows
+
+
+@wrong("collect_on_rank_0", LIST)
+def _(tensor):  # backwards
+    rank, world_size = rank_and_size()
+    rows = [torch.empty_like(tensor) for _ in range(world_size)]
+    dist.all_gather(rows, tensor)
+    return rows[::-1] if rank == 0 else None
+
+
+@wrong("collect_on_rank_0", LIST)
+def _(tensor):  # without its own
+    rank, world_size = rank_and_size()
+    if rank:
+        dist.send(tensor, dst=0)
+        return None
+    rows = [torch.empty_like(tensor) for _ in range(world_size - 1)]
+    for other, row in enumerate(rows, start=1):
+        dist.recv(row, src=other)
+    return rows
+
+
+@wrong("collect_on_rank_0", LIST)
+def _(tensor):  # stacked
+    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, tensor)
+    return torch.stack(rows) if dist.get_rank() == 0 else None
+
+
+@wrong("collect_on_rank_0", LIST)
+def _(tensor):  # the sum
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return [total] if dist.get_rank() == 0 else None
+
+
+@wrong("collect_on_rank_0", "returns on every rank")
+def _(tensor):  # waits for two messages from each
+    rank, world_size = rank_and_size()
+    if rank:
+        dist.send(tensor, dst=0)
+        return None
+    rows = [tensor]
+    for other in [*range(1, world_size), *range(1, world_size)]:
+        rows.append(torch.empty_like(tensor))
+        dist.recv(rows[-1], src=other)
+    return rows
+
+
+@wrong("collect_on_rank_0", "the argument keeps its values")
+def _(tensor):
+    rank, world_size = rank_and_size()
+    rows = [torch.empty_like(tensor) for _ in range(world_size)]
+    dist.all_gather(rows, tensor)
+    tensor.zero_()
+    return rows if rank == 0 else None
+
+
+# ---- broadcast_by_hand -----------------------------------------------------------
+
+HOLDS = "the tensor itself now holds"
+
+
+@right("broadcast_by_hand")
+def _(tensor, src):
+    rank, world_size = rank_and_size()
+    if rank != src:
+        dist.recv(tensor, src=src)
+        return
+    for other in range(world_size):
+        if other != src:
+            dist.send(tensor, dst=other)
+
+
+@right("broadcast_by_hand")
+def _(tensor, src):  # passed on from one to the next
+    rank, world_size = rank_and_size()
+    place = (rank - src) % world_size
+    if place > 0:
+        dist.recv(tensor, src=(rank - 1) % world_size)
+    if place < world_size - 1:
+        dist.isend(tensor, dst=(rank + 1) % world_size).wait()
+
+
+@wrong("broadcast_by_hand", "only send and recv communicate")
+def _(tensor, src):
+    dist.broadcast(tensor, src=src)
+
+
+@wrong("broadcast_by_hand", "only send and recv communicate")
+def _(tensor, src):
+    if dist.get_rank() != src:
+        tensor.zero_()
+    dist.all_reduce(tensor)
+
+
+@wrong("broadcast_by_hand", HOLDS)
+def _(tensor, src):  # a new tensor
+    rank, world_size = rank_and_size()
+    if rank != src:
+        received = torch.empty_like(tensor)
+        dist.recv(received, src=src)
+        tensor = received
+        return
+    for other in range(world_size):
+        if other != src:
+            dist.send(tensor, dst=other)
+
+
+@wrong("broadcast_by_hand", "returns on every rank")
+def _(tensor, src):  # always from rank 0, but who waits, waits for src
+    rank, world_size = rank_and_size()
+    if rank == 0:
+        for other in range(1, world_size):
+            dist.send(tensor, dst=other)
+    else:
+        dist.recv(tensor, src=src)
+
+
+@wrong("broadcast_by_hand", HOLDS)
+def _(tensor, src):  # from rank 0, whatever src is
+    rank, world_size = rank_and_size()
+    if rank:
+        dist.recv(tensor, src=0)
+        return
+    for other in range(1, world_size):
+        dist.send(tensor, dst=other)
+
+
+@wrong("broadcast_by_hand", HOLDS)
+def _(tensor, src):  # does nothing
+    pass
+
+
+@wrong("broadcast_by_hand", HOLDS)
+def _(tensor, src):  # to the neighbour only
+    rank, world_size = rank_and_size()
+    right_one = (src + 1) % world_size
+    if rank == src and world_size > 1:
+        dist.send(tensor, dst=right_one)
+    elif rank == right_one and world_size > 1:
+        dist.recv(tensor, src=src)
+
+
+@wrong("broadcast_by_hand", "returns on every rank")
+def _(tensor, src):  # sends to itself
+    for other in range(dist.get_world_size()):
+        if dist.get_rank() == src:
+            dist.send(tensor, dst=other)
+        elif dist.get_rank() == other:
+            dist.recv(tensor, src=src)
+
+
+@wrong("broadcast_by_hand", "the source keeps its values")
+def _(tensor, src):
+    rank, world_size = rank_and_size()
+    if rank != src:
+        dist.recv(tensor, src=src)
+        return
+    for other in range(world_size):
+        if other != src:
+            dist.send(tensor, dst=other)
+    tensor.zero_()
+
+
+# ---- place_from_environment ------------------------------------------------------
+
+PLACE = "(rank, local rank, world size)"
+
+
+@right("place_from_environment")
+def _(environ):
+    return (
+        int(environ.get("RANK", 0)),
+        int(environ.get("LOCAL_RANK", 0)),
+        int(environ.get("WORLD_SIZE", 1)),
+    )
+
+
+@right("place_from_environment")
+def _(environ):
+    if "RANK" not in environ:
+        return 0, 0, 1
+    return tuple(int(environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+
+
+@wrong("place_from_environment", "environment holds text")
+def _(environ):
+    return environ["RANK"], environ["LOCAL_RANK"], environ["WORLD_SIZE"]
+
+
+@wrong("place_from_environment", "returns")
+def _(environ):
+    return tuple(int(environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+
+
+@wrong("place_from_environment", PLACE)
+def _(environ):  # one machine only
+    rank = int(environ.get("RANK", 0))
+    return rank, rank, int(environ.get("WORLD_SIZE", 1))
+
+
+@wrong("place_from_environment", PLACE)
+def _(environ):
+    rank, world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
+    return rank, world_size, int(environ.get("LOCAL_RANK", 0))
+
+
+@wrong("place_from_environment", "nobody launched")
+def _(environ):
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    return tuple(int(environ.get(name, 0)) for name in names)
+
+
+@wrong("place_from_environment", PLACE)
+def _(environ):  # the notebook's own environment
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    return tuple(int(os.environ.get(name, 0)) for name in names)
+
+
+@wrong("place_from_environment", PLACE)
+def _(environ):  # the first digit
+    places = [environ.get(n, "0") for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
+    return tuple(int(place[0]) for place in places)
+
+
+# ---- average_gradients -----------------------------------------------------------
+
+GRADIENT = "each gradient is the mean"
+
+
+@right("average_gradients")
+def _(model):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+@right("average_gradients")
+def _(model):  # in one message
+    trained = [p for p in model.parameters() if p.requires_grad]
+    flat = torch.cat([p.grad.flatten() for p in trained]) / dist.get_world_size()
+    dist.all_reduce(flat)
+    parts = flat.split([p.numel() for p in trained])
+    for parameter, part in zip(trained, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+
+
+@wrong("average_gradients", GRADIENT)
+def _(model):  # the sum
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+
+
+@wrong("average_gradients", "the parameters do not")
+def _(model):  # reduces the parameter
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.data)
+            parameter.data /= dist.get_world_size() + 1
+
+
+@wrong("average_gradients", GRADIENT)
+def _(model):  # changes a copy
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            mean = parameter.grad.clone()
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+
+
+@wrong("average_gradients", GRADIENT)
+def _(model):  # rank 0's gradients for all
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.broadcast(parameter.grad, src=0)
+
+
+@wrong("average_gradients", "returns on every rank")
+def _(model):  # the frozen one
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+@wrong("average_gradients", "still has none")
+def _(model):
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+@wrong("average_gradients", GRADIENT)
+def _(model):  # the first layer only
+    for parameter in model[0].parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+@wrong("average_gradients", GRADIENT)
+def _(model):  # two ranks, hard-wired
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+
+
+@wrong("average_gradients", "the parameters do not")
+def _(model):  # steps too
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+            parameter.data -= 0.1 * parameter.grad
+
+
+# ---- broadcast_model -------------------------------------------------------------
+
+
+@right("broadcast_model")
+def _(model):
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=0)
+
+
+@right("broadcast_model")
+def _(model):
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if dist.get_rank() != 0:
+                tensor.zero_()
+            dist.all_reduce(tensor)
+
+
+@wrong("broadcast_model", "every buffer is that of rank 0")
+def _(model):
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, src=0)
+
+
+@wrong("broadcast_model", "every parameter is that of rank 0")
+def _(model):
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+
+
+@wrong("broadcast_model", "every parameter is that of rank 0")
+def _(model):  # the last rank's
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=dist.get_world_size() - 1)
+
+
+@wrong("broadcast_model", "every parameter is that of rank 0")
+def _(model):  # the mean
+    for tensor in model.state_dict().values():
+        dist.all_reduce(tensor)
+        tensor.div_(dist.get_world_size(), rounding_mode="floor")
+
+
+@wrong("broadcast_model", "every parameter is that of rank 0")
+def _(model):  # only what is trained
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.requires_grad or tensor.dim() != 1 or tensor.numel() != 1:
+            dist.broadcast(tensor.data, src=0)
+
+
+@wrong("broadcast_model", "parameters change in place")
+def _(model):
+    for module in model:
+        for name, parameter in list(module.named_parameters()):
+            new = parameter.detach().clone()
+            dist.broadcast(new, src=0)
+            new = torch.nn.Parameter(new, requires_grad=parameter.requires_grad)
+            setattr(module, name, new)
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+
+
+@wrong("broadcast_model", "requires_grad stays")
+def _(model):
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=0)
+    model.requires_grad_(True)
+
+
+@wrong("broadcast_model", "every parameter is that of rank 0")
+def _(model):
+    pass
+
+
+# ---- replicas_agree --------------------------------------------------------------
+
+AGREE, DIFFER = "True on every rank", "False on every rank"
+
+
+def _flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@right("replicas_agree")
+def _(model):
+    low, high = _flat(model), _flat(model)
+    dist.all_reduce(low, op=dist.ReduceOp.MIN)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX)
+    return bool(low.equal(high))
+
+
+@right("replicas_agree")
+def _(model):
+    own = _flat(model)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    return all(torch.equal(row, rows[0]) for row in rows)
+
+
+@wrong("replicas_agree", DIFFER)
+def _(model):
+    return True
+
+
+@wrong("replicas_agree", AGREE)
+def _(model):
+    return False
+
+
+@wrong("replicas_agree", DIFFER)
+def _(model):  # rank 0 does not look at itself
+    first = _flat(model)
+    dist.broadcast(first, src=0)
+    return torch.equal(first, _flat(model))
+
+
+@wrong("replicas_agree", DIFFER)
+def _(model):  # nearly equal
+    own = _flat(model)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    return all(torch.allclose(row, rows[0]) for row in rows)
+
+
+@wrong("replicas_agree", DIFFER)
+def _(model):  # a sum does not see what is swapped
+    own = _flat(model).sum()
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    return all(torch.equal(row, rows[0]) for row in rows)
+
+
+@wrong("replicas_agree", DIFFER)
+def _(model):  # the mean does not see what cancels
+    own, mean = _flat(model), _flat(model)
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    agree = torch.tensor(float(torch.equal(mean, own)))
+    dist.broadcast(agree, src=0)
+    return bool(agree)
+
+
+@wrong("replicas_agree", "it only looks")
+def _(model):
+    own = _flat(model)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, src=0)
+    return all(torch.equal(row, rows[0]) for row in rows)
+
+
+@wrong("replicas_agree", AGREE)
+def _(model):  # says so on rank 0 only
+    own = _flat(model)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    if dist.get_rank() == 0:
+        return all(torch.equal(row, rows[0]) for row in rows)
+    return None
+
+
+# ---- shard_indices ---------------------------------------------------------------
+
+EQUAL, DEALT = "all ranks get equally many", "what DistributedSampler gives"
+
+
+@right("shard_indices")
+def _(num_samples, rank, world_size):
+    per_rank = -(-num_samples // world_size)
+    return [(rank + k * world_size) % num_samples for k in range(per_rank)]
+
+
+@right("shard_indices")
+def _(num_samples, rank, world_size):
+    everything = list(range(num_samples))
+    while len(everything) % world_size:
+        everything.append(everything[len(everything) % num_samples])
+    return everything[rank::world_size]
+
+
+@wrong("shard_indices", EQUAL)
+def _(num_samples, rank, world_size):  # no padding
+    return list(range(rank, num_samples, world_size))
+
+
+@wrong("shard_indices", EQUAL)
+def _(num_samples, rank, world_size):  # no sampler
+    return list(range(num_samples))
+
+
+@wrong("shard_indices", DEALT)
+def _(num_samples, rank, world_size):  # blocks
+    size = -(-num_samples // world_size)
+    return [k % num_samples for k in range(rank * size, rank * size + size)]
+
+
+@wrong("shard_indices", EQUAL)
+def _(num_samples, rank, world_size):  # drops the end
+    per_rank = num_samples // world_size
+    return [rank + k * world_size for k in range(per_rank)]
+
+
+@wrong("shard_indices", DEALT)
+def _(num_samples, rank, world_size):  # fills up with the last one
+    per_rank = -(-num_samples // world_size)
+    last = num_samples - 1
+    return [min(rank + k * world_size, last) for k in range(per_rank)]
+
+
+@wrong("shard_indices", EQUAL)
+def _(num_samples, rank, world_size):  # fills up once only
+    everything = list(range(num_samples))
+    everything += everything[: -num_samples % world_size]
+    return everything[rank::world_size]
+
+
+@wrong("shard_indices", DEALT)
+def _(num_samples, rank, world_size):  # ranks from 1
+    per_rank = -(-num_samples // world_size)
+    return [(rank + 1 + k * world_size) % num_samples for k in range(per_rank)]
+
+
+@wrong("shard_indices", "returns")
+def _(num_samples, rank, world_size):
+    return None
+
+
+# ---- shuffled_shard --------------------------------------------------------------
+
+
+def _order(num_samples, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(num_samples, generator=generator).tolist()
+
+
+@right("shuffled_shard")
+def _(num_samples, rank, world_size, epoch):
+    return _order(num_samples, epoch)[rank::world_size]
+
+
+@right("shuffled_shard")
+def _(num_samples, rank, world_size, epoch):
+    order = list(range(num_samples))
+    random.Random(1000 + epoch).shuffle(order)
+    size = num_samples // world_size
+    return order[rank * size : (rank + 1) * size]
+
+
+@wrong("shuffled_shard", "another order than epoch 0")
+def _(num_samples, rank, world_size, epoch):  # no epoch
+    return _order(num_samples, 0)[rank::world_size]
+
+
+@wrong("shuffled_shard", "each of 24 samples is on one rank")
+def _(num_samples, rank, world_size, epoch):  # each rank its own order
+    return _order(num_samples, epoch + 100 * rank)[rank::world_size]
+
+
+@wrong("shuffled_shard", "asked for again")
+def _(num_samples, rank, world_size, epoch):  # anything
+    order = list(range(num_samples))
+    random.shuffle(order)
+    return order[rank::world_size]
+
+
+@wrong("shuffled_shard", "global random state")
+def _(num_samples, rank, world_size, epoch):
+    torch.manual_seed(epoch)
+    return torch.randperm(num_samples).tolist()[rank::world_size]
+
+
+@wrong("shuffled_shard", "other samples in the next epoch")
+def _(num_samples, rank, world_size, epoch):  # shuffles within a fixed shard
+    own = list(range(num_samples))[rank::world_size]
+    return [own[k] for k in _order(len(own), epoch)]
+
+
+@wrong("shuffled_shard", "each of 24 samples is on one rank")
+def _(num_samples, rank, world_size, epoch):  # everything for everybody
+    return _order(num_samples, epoch)
+
+
+@wrong("shuffled_shard", "epoch 0 is shuffled")
+def _(num_samples, rank, world_size, epoch):
+    order = _order(num_samples, epoch) if epoch else list(range(num_samples))
+    return order[rank::world_size]
+
+
+@wrong("shuffled_shard", "equally many")
+def _(num_samples, rank, world_size, epoch):
+    order = _order(num_samples, epoch)
+    cut = num_samples // world_size + 1 if world_size > 1 else num_samples
+    parts = [order[:cut], order[cut:]]
+    if world_size == 3:
+        parts = [order[:cut], order[cut : 2 * cut], order[2 * cut :]]
+    return parts[rank]
+
+
+# ---- exact_accuracy --------------------------------------------------------------
+
+SHARE = "each counted once"
+
+
+@right("exact_accuracy")
+def _(predictions, labels):
+    right_and_all = torch.tensor([(predictions == labels).sum(), len(labels)])
+    dist.all_reduce(right_and_all)
+    return (right_and_all[0] / right_and_all[1]).item()
+
+
+@right("exact_accuracy")
+def _(predictions, labels):
+    counts = [None] * dist.get_world_size()
+    own = (int((predictions == labels).sum()), len(labels))
+    dist.all_gather_object(counts, own)
+    return sum(c for c, _ in counts) / sum(n for _, n in counts)
+
+
+@wrong("exact_accuracy", SHARE)
+def _(predictions, labels):  # this rank's
+    return (predictions == labels).sum().item() / max(1, len(labels))
+
+
+@wrong("exact_accuracy", SHARE)
+def _(predictions, labels):  # the mean of the ranks'
+    own = (predictions == labels).sum() / max(1, len(labels))
+    dist.all_reduce(own)
+    return own.item() / dist.get_world_size()
+
+
+@wrong("exact_accuracy", SHARE)
+def _(predictions, labels):  # NaN where there is nothing
+    own = (predictions == labels).float().mean()
+    dist.all_reduce(own)
+    return own.item() / dist.get_world_size()
+
+
+@wrong("exact_accuracy", SHARE)
+def _(predictions, labels):  # rank 0's samples for all
+    correct = (predictions == labels).sum()
+    dist.all_reduce(correct)
+    return correct.item() / max(1, len(labels))
+
+
+@wrong("exact_accuracy", SHARE)
+def _(predictions, labels):  # a count
+    correct = (predictions == labels).sum()
+    dist.all_reduce(correct)
+    return correct.item()
+
+
+@wrong("exact_accuracy", SHARE)
+def _(predictions, labels):  # per cent
+    both = torch.tensor([(predictions == labels).sum(), len(labels)])
+    dist.all_reduce(both)
+    return 100 * both[0].item() / both[1].item()
+
+
+@wrong("exact_accuracy", "returns on every rank")
+def _(predictions, labels):  # an empty share stays away
+    if len(labels) == 0:
+        return 0.0
+    both = torch.tensor([(predictions == labels).sum(), len(labels)])
+    dist.all_reduce(both)
+    return both[0].item() / both[1].item()
+
+
+@wrong("exact_accuracy", SHARE)
+def _(predictions, labels):  # rank 0 only
+    both = torch.tensor([(predictions == labels).sum(), len(labels)])
+    dist.reduce(both, dst=0)
+    return both[0].item() / both[1].item() if dist.get_rank() == 0 else None
+
+
+# ---- global_loss -----------------------------------------------------------------
+
+LOSS = "the mean over the samples of all ranks"
+
+
+@right("global_loss")
+def _(loss_sum, num_samples):
+    both = torch.tensor([loss_sum, num_samples], dtype=torch.float64)
+    dist.all_reduce(both)
+    return (both[0] / both[1]).item()
+
+
+@right("global_loss")
+def _(loss_sum, num_samples):
+    total, count = torch.tensor(loss_sum), torch.tensor(num_samples)
+    dist.all_reduce(total)
+    dist.all_reduce(count)
+    return total / count
+
+
+@wrong("global_loss", LOSS)
+def _(loss_sum, num_samples):
+    return loss_sum / max(1, num_samples)
+
+
+@wrong("global_loss", LOSS)
+def _(loss_sum, num_samples):
+    own = torch.tensor(loss_sum / max(1, num_samples))
+    dist.all_reduce(own)
+    return own.item() / dist.get_world_size()
+
+
+@wrong("global_loss", "returns on every rank")
+def _(loss_sum, num_samples):
+    own = torch.tensor(loss_sum / num_samples)
+    dist.all_reduce(own)
+    return own.item() / dist.get_world_size()
+
+
+@wrong("global_loss", LOSS)
+def _(loss_sum, num_samples):
+    total = torch.tensor(loss_sum)
+    dist.all_reduce(total)
+    return total.item()
+
+
+@wrong("global_loss", LOSS)
+def _(loss_sum, num_samples):
+    total = torch.tensor(loss_sum)
+    dist.all_reduce(total)
+    return total.item() / (num_samples * dist.get_world_size() or 1)
+
+
+@wrong("global_loss", LOSS)
+def _(loss_sum, num_samples):
+    both = torch.tensor([loss_sum, num_samples])
+    dist.broadcast(both, src=0)
+    return (both[0] / both[1]).item()
+
+
+@wrong("global_loss", LOSS)
+def _(loss_sum, num_samples):
+    both = torch.tensor([loss_sum, num_samples])
+    dist.all_reduce(both)
+    return both
+
+
+# ---- should_stop -----------------------------------------------------------------
+
+STOP, GO_ON, BOOL = "all ranks stop", "nobody stops", "the answer is a bool"
+
+
+@right("should_stop")
+def _(wants_to_stop):
+    flag = torch.tensor(int(wants_to_stop))
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+@right("should_stop")
+def _(wants_to_stop):
+    votes = [None] * dist.get_world_size()
+    dist.all_gather_object(votes, wants_to_stop)
+    return any(votes)
+
+
+@wrong("should_stop", STOP)
+def _(wants_to_stop):
+    return wants_to_stop
+
+
+@wrong("should_stop", STOP)
+def _(wants_to_stop):  # all must want it
+    flag = torch.tensor(int(wants_to_stop))
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)
+
+
+@wrong("should_stop", STOP)
+def _(wants_to_stop):  # the majority
+    flag = torch.tensor(float(wants_to_stop))
+    dist.all_reduce(flag)
+    return bool(flag > dist.get_world_size() / 2)
+
+
+@wrong("should_stop", STOP)
+def _(wants_to_stop):  # rank 0 decides
+    flag = torch.tensor(int(wants_to_stop))
+    dist.broadcast(flag, src=0)
+    return bool(flag)
+
+
+@wrong("should_stop", GO_ON)
+def _(wants_to_stop):
+    return True
+
+
+@wrong("should_stop", "returns on every rank")
+def _(wants_to_stop):  # who wants to stop tells nobody
+    if wants_to_stop:
+        return True
+    flag = torch.tensor(0)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+@wrong("should_stop", BOOL)
+def _(wants_to_stop):
+    flag = torch.tensor(int(wants_to_stop))
+    dist.all_reduce(flag)
+    return flag.item()
