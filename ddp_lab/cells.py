@@ -73,6 +73,8 @@ def run_cell(source: str, name: str) -> str | None:
     value = eval(compile(expression, name, "eval", dont_inherit=True), _names())
     if value is None:
         return None
+    if isinstance(value, str):
+        return repr(value)  # pprint would break a long line into pieces
     return pprint.pformat(value, width=80, compact=True, sort_dicts=False)
 
 

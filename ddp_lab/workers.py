@@ -7,7 +7,8 @@
 A call keeps the promises of `launch`: every rank's output, return value and traceback
 reach the caller, and a deadlock ends in a table. What differs is what stays:
 
-* The processes stay, with their modules, their memory and their open files.
+* The processes stay, with their modules, their memory and their open files. A module
+  that you edit afterwards is still the old one there: make new Workers.
 * With ``init=True`` the process group stays too: it is joined once, before the first
   call, and each call finds it open.
 * With ``init=False`` step 1 is the function's own business, as under torchrun. A group
@@ -55,8 +56,9 @@ _HOUSEKEEPING_S = 90.0  # joining gives up after 60 s and says who is missing
 class Workers:
     """``num_ranks`` processes that wait for functions to run.
 
-    They start in the background as soon as the set is made, and end with the ``with``
-    block, with `close`, or with the process that made them, however it goes.
+    They start as soon as the set is made; the first call waits until each has imported
+    what it needs. They end with the ``with`` block, with `close`, or with the process
+    that made them, however it goes.
 
     Args:
         num_ranks: number of processes; None for one a GPU, or 2 without a GPU.

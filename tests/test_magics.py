@@ -288,6 +288,8 @@ def test_text_of_values():
     assert run_cell("'ü'; {'b': 1, 'a': 2}", "<cell>") == "{'b': 1, 'a': 2}"
     assert run_cell("'ü' ; # hidden", "<cell>") is None
     assert run_cell("", "<cell>") is None
+    assert run_cell("'words ' * 40", "<cell>") == repr("words " * 40)
+    assert run_cell("[1] * 60", "<cell>").count("\n") == 2
     for source, hidden in [("'é'  ;", True), ("(1,\n2) # ;", False), ("1", False)]:
         last = ast.parse(source).body[-1]
         assert end_of_cell_is_hidden(source, last) is hidden
