@@ -16,6 +16,7 @@ What cannot travel is named, variable by variable (`explain`).
 """
 
 import functools
+import importlib
 import inspect
 import io
 import linecache
@@ -81,6 +82,16 @@ class Packed:
     storages: list[Any] = field(default_factory=list)  # shared ones, sent as handles
 
 
+def _is_odd_module(obj: Any) -> bool:
+    """A module of a class of its own, of which cloudpickle knows nothing.
+
+    torch.classes is one, and cloudpickle takes it along where it reads `data.classes`.
+    """
+    if not isinstance(obj, types.ModuleType) or type(obj) is types.ModuleType:
+        return False
+    return sys.modules.get(obj.__name__) is obj
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: Any) -> None:
         super().__init__(file, protocol=5)
@@ -95,6 +106,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.CodeType):
             return marshal.loads, (marshal.dumps(self._renamed(obj)),)
+        if _is_odd_module(obj):
+            return importlib.import_module, (obj.__name__,)
         if isinstance(obj, _Shared):
             self.addresses |= obj.addresses
             return _same, (obj.value,)

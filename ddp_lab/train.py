@@ -29,6 +29,7 @@ from ddp_lab.launch import launch, shared
 from ddp_lab.loop import fit_on_rank
 from ddp_lab.model import check_model
 from ddp_lab.progress import ProgressStyle
+from ddp_lab.ranks import OnRecord
 from ddp_lab.record import Run
 from ddp_lab.training import check_fits
 from ddp_lab.world import pick_device, read_ranks
@@ -124,7 +125,12 @@ def _unboxed(message: str) -> str:
     return text.rstrip(".") + "; see --help"
 
 
-def train(config: TrainConfig, progress: ProgressStyle = "lines") -> dict[str, Any]:
+def train(
+    config: TrainConfig,
+    progress: ProgressStyle = "lines",
+    *,
+    on_record: OnRecord | None = None,
+) -> dict[str, Any]:
     """Train on ranks of our own, or as one of torchrun's or Slurm's.
 
     Everything that can be checked without ranks is checked before any is started.
@@ -132,6 +138,8 @@ def train(config: TrainConfig, progress: ProgressStyle = "lines") -> dict[str, A
     Args:
         config: the settings of the run.
         progress: how rank 0 reports.
+        on_record: gets the lines of the history as they are written, like
+            `ddp_lab.plots.LiveCurve`; only of ranks that are started here.
 
     Returns:
         What `fit` returns on rank 0, and ``folder``, the run's.
@@ -149,7 +157,7 @@ def train(config: TrainConfig, progress: ProgressStyle = "lines") -> dict[str, A
     ranks = read_ranks()
     try:
         if ranks is None:
-            result = _spawn(config, folder, progress)
+            result = _spawn(config, folder, progress, on_record)
         else:
             _check_joined(config, ranks["world_size"])
             result = fit_on_rank(config, folder, progress=progress)
@@ -161,7 +169,10 @@ def train(config: TrainConfig, progress: ProgressStyle = "lines") -> dict[str, A
 
 
 def _spawn(
-    config: TrainConfig, folder: Path, progress: ProgressStyle
+    config: TrainConfig,
+    folder: Path,
+    progress: ProgressStyle,
+    on_record: OnRecord | None,
 ) -> dict[str, Any]:
     """Load the data once, start the ranks, and share one copy with all of them."""
     num_gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
@@ -179,6 +190,7 @@ def _spawn(
         progress=progress,
         num_ranks=num_ranks,
         num_threads=config.num_threads,
+        on_record=on_record,
     )
     return results[0]
 

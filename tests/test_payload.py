@@ -128,6 +128,15 @@ LOCK = threading.Lock()
 NOWHERE = open(os.devnull, "w")  # noqa: SIM115
 
 
+def count_classes(data):
+    return torch.tensor(len(data.classes))  # cloudpickle takes it for torch.classes
+
+
+def test_a_function_may_read_an_attribute_called_classes(monkeypatch):
+    monkeypatch.setattr(count_classes, "__module__", "__main__")  # as in a notebook
+    assert pack_call(count_classes, (), {})
+
+
 @pytest.mark.parametrize(
     ("fn", "args", "message"),
     [

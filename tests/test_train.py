@@ -225,6 +225,20 @@ def test_diverging_run_ends_with_status_1(tmp_path):
 # ------------------------------------------------------------------ without ranks
 
 
+def test_a_notebook_looks_on(monkeypatch, tmp_path):
+    given = {}
+
+    def launch(fn, *args, **options):
+        given.update(options)
+        return [{"accuracy": 1.0}]
+
+    monkeypatch.setattr(train, "launch", launch)
+    config = dataclasses.replace(RECIPES["default"], device="cpu", out=tmp_path / "a")
+    result = train.train(config, "none", on_record=print)
+    assert given["on_record"] is print
+    assert result == {"accuracy": 1.0, "folder": tmp_path / "a"}
+
+
 def test_recipe_and_flags():
     config = train.parse_arguments(
         ["--recipe", "article", "--epochs", "2", "--no-flip"]
