@@ -162,9 +162,11 @@ def plot_buckets(
     named = list(parameters)
     place = {name: position for position, (name, _) in enumerate(named)}
     rows = [[x if isinstance(x, int) else place[x] for x in row] for row in buckets]
-    sizes = [tensor.nbytes / _MB for _, tensor in named]
+    largest = max(sum(named[i][1].nbytes for i in row) for row in rows)
+    unit, unit_name = (_MB, "MB") if largest >= _MB else (1024, "KB")
+    sizes = [tensor.nbytes / unit for _, tensor in named]
     colours = matplotlib.colormaps["viridis"]
-    longest = max(sum(sizes[i] for i in row) for row in rows)
+    longest = largest / unit
     with in_style(**{"axes.grid.axis": "x"}):
         figure, axes = pyplot.subplots(figsize=(6.4, min(4.6, 1.5 + 0.55 * len(rows))))
         for y, row in enumerate(rows):
@@ -186,7 +188,7 @@ def plot_buckets(
             axes.text(0, y - 0.33, f"{total}: {what}", fontsize=8, va="bottom")
         axes.set_ylim(len(rows) - 0.55, -0.75)
         axes.set_yticks(range(len(rows)), [f"bucket {k}" for k in range(len(rows))])
-        axes.set_xlabel("size of the gradients (MB)")
+        axes.set_xlabel(f"size of the gradients ({unit_name})")
         scale = matplotlib.cm.ScalarMappable(cmap=colours)
         bar = figure.colorbar(scale, ax=axes, ticks=[0, 1], pad=0.01, aspect=30)
         bar.ax.set_yticklabels(["first\nlayer", "last\nlayer"])

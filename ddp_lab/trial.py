@@ -233,7 +233,10 @@ def _note(seen: Seen, error: Exception) -> None:
     ]
     for frame in frames:
         name = frame.filename
-        name = name if name.startswith("Cell In[") else os.path.basename(name)
+        if "ipykernel" in name:  # run in the notebook's own process
+            name = "the cell"
+        elif not name.startswith("Cell In["):
+            name = os.path.basename(name)
         line = linecache.getline(frame.filename, frame.lineno or 0).strip()
         seen.report += f"  {name}, line {frame.lineno}, in {frame.name}\n    {line}\n"
 
