@@ -39,6 +39,7 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
 from ddp_lab import cells
 from ddp_lab.errors import BadInput
+from ddp_lab.start import hold_interrupts
 from ddp_lab.workers import Workers
 
 __all__ = ["PerRank", "RankMagics", "load_ipython_extension"]
@@ -183,21 +184,23 @@ class RankMagics(Magics):
 
     def _on(self, num_ranks: int, device: str, num_threads: int | None) -> None:
         __tracebackhide__ = True
-        workers = Workers(
-            num_ranks,
-            init=True,
-            device=device,
-            num_threads=num_threads,
-            setup=cells.preset,
-            name="%ranks",
-        )
-        self.close()  # only now: a mistake in the line costs nothing
-        try:
-            self._places = workers.run(cells.place, echo=False)
-        except BaseException:
-            workers.close()
-            raise
-        self._workers = workers
+        # an interrupt between "ranks started" and "ranks noted" would leave them behind
+        with hold_interrupts():
+            workers = Workers(
+                num_ranks,
+                init=True,
+                device=device,
+                num_threads=num_threads,
+                setup=cells.preset,
+                name="%ranks",
+            )
+            self.close()  # only now: a mistake in the line costs nothing
+            try:
+                self._places = workers.run(cells.place, echo=False)
+            except BaseException:
+                workers.close()
+                raise
+            self._workers = workers
         device, backend = self._places[0]
         kind = device.partition(":")[0]
         many = f"{num_ranks} ranks are" if num_ranks > 1 else "1 rank is"

@@ -33,7 +33,7 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -156,26 +156,19 @@ class Workers:
             check_positive(timeout_s=timeout_s, stuck_after_s=stuck_after_s)
             self._check_only(only)
             packed = pack_call(fn, args, kwargs)
-            if self._closed:
-                raise BadInput("these workers are closed: make new ones")
-            if not self._busy.acquire(blocking=False):
-                raise BadInput("these workers run a call already, from another thread")
         except BadInput as error:
             raise error.with_traceback(None) from None
-        try:
-            notice_big_copies(self._name, packed, self.num_ranks)
-            with hold_interrupts():
-                self._make_ready()
-                return self._call(
-                    packed,
-                    only=only,
-                    timeout_s=timeout_s,
-                    stuck_after_s=stuck_after_s,
-                    echo=echo,
-                    on_record=on_record,
-                )
-        finally:
-            self._busy.release()
+        notice_big_copies(self._name, packed, self.num_ranks)
+        with hold_interrupts(), self._one_call():
+            self._make_ready()
+            return self._call(
+                packed,
+                only=only,
+                timeout_s=timeout_s,
+                stuck_after_s=stuck_after_s,
+                echo=echo,
+                on_record=on_record,
+            )
 
     def close(self) -> None:
         """End the ranks; a second time it does nothing."""
@@ -193,6 +186,19 @@ class Workers:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def _one_call(self) -> Iterator[None]:
+        """Keep other threads out, and calls after the end."""
+        __tracebackhide__ = True
+        if self._closed:
+            raise BadInput("these workers are closed: make new ones")
+        if not self._busy.acquire(blocking=False):
+            raise BadInput("these workers run a call already, from another thread")
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def _check_only(self, only: Sequence[int] | None) -> None:
         for rank in only if only is not None else ():

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import nbclient
@@ -234,6 +235,18 @@ def test_off_and_other_number(kernel):
     cell = kernel.run("%ranks off")
     assert (cell.stdout, cell.traceback) == ("1 rank ended\n", "")
     assert kernel.children() == []
+
+
+def test_stop_while_ranks_start(bare):
+    bare.client.execute("%ranks 2")
+    until = time.monotonic() + 60
+    while len(bare.children()) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    bare.manager.interrupt_kernel()
+    assert bare.finish(60).traceback == "KeyboardInterrupt"
+    assert bare.children() == []
+    assert refused(bare, "%ranks").startswith("no ranks are running")
 
 
 def test_ranks_end_with_the_kernel(tmp_path):
