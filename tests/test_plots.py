@@ -249,9 +249,9 @@ def test_buckets_are_as_long_as_their_bytes():
     assert drawn == pytest.approx([1024 * size for _, size in expected])
     assert axes.get_xlabel() == "size of the gradients (KB)"
     large = [("a", torch.zeros(2**20)), ("b", torch.zeros(10))]
-    axes = plot_buckets(large, [[1], [0]]).axes[0]
-    assert axes.get_xlabel() == "size of the gradients (MB)"
-    assert bars(axes)[1] == (1, 4.0)
+    in_mb = plot_buckets(large, [[1], [0]]).axes[0]
+    assert in_mb.get_xlabel() == "size of the gradients (MB)"
+    assert bars(in_mb)[1] == (1, 4.0)
     assert "1.03 KB: 2.bias ... 2.weight" in texts(axes)
     assert axes.get_title("left").startswith("4 parameters travel in 3 buckets")
 
