@@ -1,0 +1,442 @@
+# %% [markdown]
+# # Shard the data: who sees which sample?
+#
+# > I started my script on two GPUs. An epoch takes exactly as long as before.
+#
+# DDP keeps the copies of a model equal, and does not touch the data. If nobody deals
+# out the samples, every rank works on all of them. At the end of this notebook you will
+# be able to
+#
+# - draw which rank sees which sample, in each epoch,
+# - say what `DistributedSampler`, `set_epoch` and the two kinds of `drop_last` do,
+# - keep the global batch, and with it the training, the same on any number of ranks,
+# - evaluate a model exactly, and tell how wrong the usual way is.
+#
+# It takes about 25 minutes. Most of it is arithmetic with indices, which needs no ranks
+# at all.
+
+# %%
+# %load_ext ddp_lab
+# %ranks 2 --device cpu
+
+# %% [markdown]
+# ## Two ranks, one DataLoader
+#
+# Our data set has 16 samples, and the sample number *is* the sample, so that one can
+# see where each goes. Both ranks run an ordinary script: the same seed on all ranks, so
+# that all build the same model, and a `DataLoader` that shuffles.
+#
+# **Predict:** which samples does each rank see in its first two batches?
+
+# %%
+# %%ranks
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+rank = dist.get_rank()
+torch.manual_seed(0)
+loader = DataLoader(range(16), batch_size=4, shuffle=True)
+order = [batch.tolist() for batch in loader]
+print(order[0], order[1], "...", len(loader), "batches in an epoch")
+
+# %% [markdown]
+# The very same ones. Let us draw it: `%pull` fetches the batches of both ranks, and a
+# cell of the picture is a sample.
+
+# %%
+# %pull order
+import matplotlib.pyplot as plt
+
+from ddp_lab.plots import plot_shards
+
+flat = [[sample for batch in own for sample in batch] for own in order]
+plot_shards([flat], batch_size_per_rank=4)
+plt.show()
+
+# %% [markdown]
+# Each cell has the stripes of both ranks, and the number of the step is the same: every
+# sample is worked on twice, at the same time. An epoch takes as many steps as on one
+# GPU, and the second rank adds nothing but heat. What DDP makes of that:
+#
+# **Predict:** how far is the averaged gradient from the one that a rank had anyway?
+
+# %%
+# %%ranks
+weight = torch.ones(1, requires_grad=True)
+loss = (weight * torch.tensor(order[0])).square().mean()
+loss.backward()
+mean = weight.grad.clone()
+dist.all_reduce(mean)
+print("own:", weight.grad.item(), " mean of both:", mean.item() / 2)
+
+# %% [markdown]
+# No error, no warning, and a falling loss. (With different seeds on the ranks, they
+# would meet each sample at different times; each would still go through all 16.)
+#
+# ## Deal them out
+#
+# `DistributedSampler` gives each rank a list of sample numbers. It talks to nobody: all
+# ranks shuffle alike, from the same seed, and each takes every W-th number, where W is
+# the world size. So we can ask it for the shards of all ranks without starting any.
+#
+# **Predict:** with 4 samples a rank and step, how many steps will an epoch have now?
+
+
+# %%
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+def shards(num_samples, num_ranks, epoch=0, **options):
+    """The sample numbers of each rank, in its order."""
+    of_ranks = []
+    for rank in range(num_ranks):
+        sampler = DistributedSampler(range(num_samples), num_ranks, rank, **options)
+        sampler.set_epoch(epoch)
+        of_ranks.append(list(sampler))
+    return of_ranks
+
+
+for rank, samples in enumerate(shards(16, 2)):
+    print(f"rank {rank}:", samples)
+plot_shards([shards(16, 2)], batch_size_per_rank=4)
+plt.show()
+
+# %% [markdown]
+# Each sample has one colour, and two steps see them all: half as many as before.
+#
+# On a rank that has joined a group, the sampler finds both numbers by itself, and goes
+# to the loader as `DataLoader(dataset, batch_size, sampler=sampler)`. There is no
+# `shuffle=True` there: shuffling is the sampler's business now.
+#
+# ## The missing `set_epoch`
+#
+# A sampler draws its order from seed *plus epoch*, and it does not count epochs. You
+# have to tell it, before each one. Here are three epochs of a loop that forgot.
+#
+# **Predict:** what will be the same in the three rows?
+
+# %%
+forgot = [shards(16, 2, epoch=0) for _ in range(3)]
+title = "Without set_epoch, three epochs are one epoch, three times"
+plot_shards(forgot, batch_size_per_rank=4, title=title)
+plt.show()
+
+# %% [markdown]
+# Everything. The same samples meet in the same batch in every epoch. A single
+# GPU with `shuffle=True` would not do that, so you no longer train like one. With
+# `sampler.set_epoch(epoch)`:
+
+# %%
+told = [shards(16, 2, epoch=epoch) for epoch in range(3)]
+title = "With set_epoch, a sample meets another rank, step and company each time"
+plot_shards(told, batch_size_per_rank=4, title=title)
+plt.show()
+
+# %% [markdown]
+# Now colours and numbers change from row to row. The mistake is a quiet one: the loss
+# still falls. It is found by counting.
+#
+# **Predict:** of 16 samples, how many different ones has rank 0 met after ten epochs,
+# without and with `set_epoch`?
+
+# %%
+without = {sample for _ in range(10) for sample in shards(16, 2, epoch=0)[0]}
+with_it = {sample for epoch in range(10) for sample in shards(16, 2, epoch=epoch)[0]}
+print("without set_epoch:", len(without), "samples")
+print("with set_epoch:   ", len(with_it), "samples")
+
+# %% [markdown]
+# Without it, rank 0 never meets the other half. Its gradients still reach rank 1, so no
+# sample is lost to the model; but whatever rank 0 keeps for itself, such as its
+# BatchNorm statistics, or the loss that it prints, knows half of the data only.
+#
+# ## Whose batch size?
+#
+# The `batch_size` of a loader is that of *one rank*. The optimiser steps once for all
+# ranks, on the **global batch**. Take the 1440 training digits, and leave a script's
+# `batch_size=32` as it is, or share out a global batch of 32.
+#
+# **Predict:** how many steps has an epoch on 4 ranks, in both cases?
+
+# %%
+print("         32 on each rank            32 in all")
+for num_ranks in (1, 2, 4):
+    steps_each = 1440 // (32 * num_ranks)
+    share = 32 // num_ranks
+    print(f"{num_ranks} ranks:  global {32 * num_ranks:3}, {steps_each} steps", end="")
+    print(f"     {share:2} on each rank, {1440 // 32} steps")
+
+# %% [markdown]
+# On the left, each added rank makes the batch larger and the steps fewer. That is
+# another training, which may need another learning rate (notebook 06 is about that). On
+# the right, the training stays what it was, and only the work of a rank gets less. How
+# much it stays what it was is remarkable:
+#
+# **Predict:** are the same samples in the first global batch, for 1, 2 and 4 ranks?
+
+# %%
+first = {}
+for num_ranks in (1, 2, 4):
+    share = 8 // num_ranks  # of a global batch of 8
+    batches = [samples[:share] for samples in shards(16, num_ranks)]
+    first[num_ranks] = sorted(sample for batch in batches for sample in batch)
+    print(f"{num_ranks} ranks, {share} each:", first[num_ranks])
+assert first[1] == first[2] == first[4]
+
+# %% [markdown]
+# They are. Rank r takes places r, r + W, r + 2W ... of *one* shuffled list, so what the
+# ranks hold together at step k is the next piece of that list, whatever W is. This is
+# why the first notebook found the same loss curve on one rank and on two.
+#
+# ## What if it does not divide?
+#
+# All ranks must take equally many steps: who has one batch more waits in its all-reduce
+# for others that never come. With 10 samples for 4 ranks, something has to give.
+#
+# **Predict:** with `drop_last=True` two are dropped. And by default, when nothing is?
+
+# %%
+plot_shards([shards(10, 4)], num_samples=10)
+plt.show()
+
+dropped = [shards(10, 4, epoch=epoch, drop_last=True) for epoch in range(3)]
+title = "With drop_last=True, two samples are left out in each epoch"
+plot_shards(dropped, num_samples=10, title=title)
+plt.show()
+
+# %% [markdown]
+# By default the sampler starts again from the beginning of its shuffled list: two
+# samples are seen twice, so that each rank has three. With `drop_last=True` two are
+# left out, but mostly other ones in the next epoch. For *training* both ways are fine.
+#
+# There is a second `drop_last`, that of the `DataLoader`. It drops the last *batch of a
+# rank* if it is not full. The two act on different things:
+#
+# **Predict:** 1440 digits, 7 ranks, 32 on each. How many are left out by each of them?
+
+# %%
+for drop in (False, True):
+    of_ranks = shards(1440, 7, drop_last=drop)
+    own = DataLoader(of_ranks[0], batch_size=32, drop_last=True)
+    used = 7 * 32 * len(own)
+    print(f"sampler drop_last={drop}: {sum(map(len, of_ranks))} dealt out,", end=" ")
+    print(f"{used} used in {len(own)} full steps")
+
+# %% [markdown]
+# The sampler repeats two or drops five; the loader then drops a part of a batch on each
+# rank, about a hundred in all. In the next epoch it is other samples' turn.
+#
+# ## Evaluate: every sample once
+#
+# For a *test* result, repeating and dropping are both wrong: it is a number about
+# particular samples. We want to see how wrong, and take a classifier so simple that all
+# numbers are exact: the mean image of each digit; the nearest mean wins. Written out,
+# that is a linear layer.
+
+# %%
+import torch
+from sklearn.datasets import load_digits
+
+digits = load_digits()
+order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
+images = torch.tensor(digits.images).flatten(1)[order] / 16
+labels = torch.tensor(digits.target)[order]
+train, test = slice(0, 1440), slice(1440, 1797)
+means = [images[train][labels[train] == digit].mean(0) for digit in range(10)]
+
+model = torch.nn.Linear(64, 10, dtype=torch.float64)
+model.weight.data = torch.stack(means)
+model.bias.data = -model.weight.data.square().sum(1) / 2
+is_right = model(images[test]).argmax(1) == labels[test]
+print(f"{is_right.sum()} of {len(is_right)} are right: {is_right.double().mean():.4%}")
+
+# %% [markdown]
+# That is the truth: 323 of 357, counted in one process. Now let several ranks evaluate,
+# in the two usual ways that are slightly wrong. First, a `DistributedSampler` with its
+# padding, and a sum over ranks.
+#
+# **Predict:** on 4 ranks, how many samples are counted? Can the accuracy *rise*?
+
+
+# %%
+def padded(num_ranks):
+    """Accuracy over what the ranks see: some samples count twice."""
+    of_ranks = shards(357, num_ranks, shuffle=False)
+    seen = [sample for samples in of_ranks for sample in samples]
+    return is_right[seen].double().mean().item(), len(seen)
+
+
+for num_ranks in (1, 2, 4, 16, 22):
+    accuracy, num_seen = padded(num_ranks)
+    print(f"{num_ranks:2} ranks: {num_seen} samples, {accuracy:.4%}")
+
+# %% [markdown]
+# 360 samples, and yes, it can: the accuracy of *the same model* depends on the number
+# of ranks, and on which samples happen to come first. Second way: each rank
+# takes the mean over its batches, as for a loss, and then the ranks take the mean of
+# their means.
+#
+# **Predict:** two ranks have 179 and 178 samples. At which batch size is the error
+# large?
+
+
+# %%
+def mean_of_means(batch_size_per_rank, num_ranks=2):
+    """Accuracy as a mean over ranks of a mean over batches."""
+    of_ranks = []
+    for rank in range(num_ranks):
+        batches = is_right[rank::num_ranks].double().split(batch_size_per_rank)
+        of_ranks.append(torch.stack([batch.mean() for batch in batches]).mean())
+    return torch.stack(of_ranks).mean().item()
+
+
+for batch_size in (16, 64, 88, 177, 179):
+    print(f"batches of {batch_size:3}: {mean_of_means(batch_size):.4%}")
+
+# %% [markdown]
+# With batches of 177, rank 1's last batch is one sample, and weighs as much as
+# 177 others. Here are both errors for many settings, in percentage points.
+
+# %%
+from ddp_lab.plots import style
+
+truth = is_right.double().mean().item()
+ranks, sizes = range(1, 33), range(1, 180)
+with plt.rc_context({**style(), "figure.figsize": (6.4, 3.4)}):
+    figure, (left, right) = plt.subplots(1, 2)
+    errors = [100 * (padded(num_ranks)[0] - truth) for num_ranks in ranks]
+    left.bar(ranks, errors, color="#222222")
+    left.set(xlabel="number of ranks (W)", ylabel="error of the accuracy (points)")
+    left.set_title(f"Padding: up to {max(map(abs, errors)):.1f} points")
+    errors = [100 * (mean_of_means(size) - truth) for size in sizes]
+    right.plot(sizes, errors, color="#222222", linewidth=0.8)
+    right.set(xlabel="batch size on each of 2 ranks (images)", ylim=(-5, 5))
+    right.set_title(f"Mean of means: up to {max(map(abs, errors)):.1f} points")
+    plt.show()
+
+# %% [markdown]
+# Look at the two scales: padding is off by tenths of a point, the mean of means by
+# whole points when the last batch is small. Improvements of that size are reported as
+# progress. On a large test set the errors shrink; on a small one, or for a rare class,
+# they do not.
+#
+# The exact way is no more work. Each rank takes every W-th sample, *without* padding,
+# **counts**, and only the counts are added up. You divide once, at the end.
+
+
+# %%
+import torch.distributed as dist
+
+
+def evaluate(model, images, labels):
+    """Return how many are right, and how many there are, on all ranks together."""
+    mine = slice(dist.get_rank(), None, dist.get_world_size())
+    right, num_samples = 0, 0
+    with torch.no_grad():
+        for x, y in zip(images[mine].split(64), labels[mine].split(64), strict=True):
+            right += (model(x).argmax(1) == y).sum().item()
+            num_samples += len(y)
+    counts = torch.tensor([right, num_samples])
+    dist.all_reduce(counts)  # once, after the loop
+    return counts.tolist()
+
+
+test_images, test_labels = images[test], labels[test]
+# %push evaluate model test_images test_labels
+
+# %% [markdown]
+# `%push` has sent function, model and data to the ranks. Rank 0 will count 179 samples
+# and rank 1 the other 178.
+#
+# **Predict:** what will each of them print?
+
+# %%
+# %%ranks
+right, num_samples = evaluate(model, test_images, test_labels)
+print(f"{right} of {num_samples} are right: {right / num_samples:.4%}")
+
+# %% [markdown]
+# 323 of 357 on both, to the last digit. Note where the all-reduce stands. Ranks may
+# have different numbers of batches, so there must be **no collective inside the loop**,
+# not even one that hides in the model: with BatchNorm, DDP's forward may send buffers.
+# So evaluate `ddp.module`, in `eval()` mode. The training program of `ddp_lab` does all
+# this, with `shard_indices` from `ddp_lab.data`.
+#
+# ## Summary
+#
+# - Without a sampler, every rank sees everything: W times the work for the same result.
+# - `DistributedSampler` shuffles alike on all ranks, and gives each every W-th number.
+#   It needs `set_epoch`, before each epoch.
+# - A loader's batch size is that of a rank. With a share of the global batch, the k-th
+#   global batch is the same set of samples for every W.
+# - Training: drop the rest. Evaluation: no padding, sum of counts, one division.
+#
+# ## Exercises
+#
+# **1.** Write what the sampler does without shuffling: `rank`, `rank + world_size`, and
+# so on, equally many on every rank; if the samples run out, start again from 0.
+
+# %%
+from ddp_lab.checks import check
+
+
+def shard_indices(num_samples, rank, world_size):
+    # BEGIN SOLUTION
+    share = -(-num_samples // world_size)  # rounded up
+    places = range(rank, share * world_size, world_size)
+    return [place % num_samples for place in places]
+    # STUB
+    # raise NotImplementedError
+    # END SOLUTION
+
+
+check(shard_indices, "shard_indices")
+
+# %% [markdown]
+# **2.** Now with shuffling, and with an `epoch`: all ranks draw the same order, another
+# one in each epoch, from a `torch.Generator` of their own. (Here the number of samples
+# divides by the world size.)
+
+
+# %%
+def shuffled_shard(num_samples, rank, world_size, epoch):
+    # BEGIN SOLUTION
+    generator = torch.Generator().manual_seed(epoch)
+    order = torch.randperm(num_samples, generator=generator)
+    return order[rank::world_size].tolist()
+    # STUB
+    # raise NotImplementedError
+    # END SOLUTION
+
+
+check(shuffled_shard, "shuffled_shard")
+
+# %% [markdown] tags=["solution"]
+# The rank must not go into the seed: then each rank would shuffle in its own way, and
+# the shards would overlap.
+
+# %% [markdown]
+# **3.** The exact accuracy from what each rank has: its predictions and its labels.
+# Shares differ in length, and may be empty.
+
+
+# %%
+def exact_accuracy(predictions, labels):
+    # BEGIN SOLUTION
+    counts = torch.tensor([(predictions == labels).sum(), len(labels)])
+    dist.all_reduce(counts)
+    right, num_samples = counts.tolist()
+    return right / num_samples
+    # STUB
+    # raise NotImplementedError
+    # END SOLUTION
+
+
+check(exact_accuracy, "exact_accuracy")
+
+# %% [markdown]
+# ## Next
+#
+# You have met, wrapped and sharded. The next notebook puts the three steps together and
+# trains a ResNet-18, with loss curves rank by rank and of the run.
