@@ -19,8 +19,8 @@
 # ## A model without numbers
 #
 # PyTorch has *fake tensors*. They have a shape, a type and a device, but no numbers, so
-# they cost neither memory nor time. `torch.compile` uses them to try out a model, and
-# to count bytes nothing else is needed.
+# they cost neither memory nor time. `torch.compile` tries out models with them. To
+# count bytes, nothing else is needed.
 #
 # Our model is ResNet-18, for photos of 224 x 224 pixels and 1000 classes.
 
@@ -147,7 +147,7 @@ with plt.rc_context(style()):
     axes.stackplot(range(len(trace)), fixed, gradients, kept, colors=colours)
     axes.legend(names, loc="upper left", ncols=3)
     axes.set_ylim(0, 1700)
-    axes.axvline(kept.index(max(kept)), color="#222222", linestyle=":")
+    axes.axvline(kept.index(max(kept)), ymax=0.86, color="k", linestyle=":")
     axes.set(xlabel="changes of memory, in order", ylabel="memory (MB)")
     axes.set_title("Memory climbs in the forward pass and falls in the backward pass")
     plt.show()
@@ -305,6 +305,7 @@ assert off > 0.05
 # %% [markdown]
 # Batch norm computes its statistics over what it sees at once: 16 samples, not 64. The
 # model is trained a little differently; often that is fine, but it is not the same.
+# Several GPUs have the same problem, and there `SyncBatchNorm` solves it.
 #
 # ## Second way: half the bytes
 #
@@ -335,8 +336,10 @@ print(f"{before / GB:.1f} GB -> {after / GB:.1f} GB, that is {after / before:.0%
 #
 # Two GPUs take 256 photos each, at the same time. Each has a copy of the model, and
 # between backward and step the gradients are averaged over the GPUs. It is the same
-# sum, split over *processes* instead of over time, so both can be combined. Two ranks
-# with two micro-batches each:
+# mean, split over processes instead of over time, so both can be combined.
+#
+# **Predict:** two ranks take two micro-batches of 16 each. By how much must each divide
+# its losses, and what remains to be done with the sum over ranks?
 
 # %%
 from ddp_lab.launch import launch
@@ -447,8 +450,10 @@ check(micro_batches, "micro_batches")
 
 # %% [markdown]
 # **3.** A language model of 7 billion parameters is trained with AdamW, all in 4 bytes.
-# How many GB are fixed? Does one GPU of 80 GB take it, and do eight, with DDP? Do it in
-# your head first, then with `resnet18` replaced by your own model in the cells above.
+# How many GB are fixed? Does one GPU of 80 GB take it, and do eight, with DDP?
+#
+# Then put a model of your own in the place of `resnet18` above, with its own inputs in
+# `photos`, and read from the pictures which of its layers fill the memory.
 
 # %% [markdown] tags=["solution"]
 # Four copies of 4 bytes: 16 bytes for each parameter, so 112 billion bytes or 104 GB.

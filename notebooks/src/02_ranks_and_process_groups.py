@@ -37,7 +37,8 @@ dist.init_process_group("gloo")    # wait here until everybody has come
 everyone = [None] * dist.get_world_size()
 dist.all_gather_object(everyone, place)    # what all of them have read
 if dist.get_rank() == 0:
-    print(*everyone, sep="\\n")
+    for line in everyone:
+        print(line)
 dist.destroy_process_group()
 """)
 
@@ -144,10 +145,10 @@ assert second.wait() == 0
 #
 # ## The meeting place
 #
-# How do processes find each other that know one address only? Rank 0 opens a *store*
-# there, a small dictionary that answers over the network. Everybody writes into it
-# where he listens, and reads where the others do. This is called the *rendezvous*. Here
-# are two ends of such a store.
+# How do processes find each other that know only one address? There, rank 0 opens a
+# *store*, a small dictionary that answers over the network (under `torchrun` the
+# launcher itself keeps it). Each rank writes into it where it listens, and reads where
+# the others do. This is called the *rendezvous*. Here are two ends of such a store.
 
 # %%
 import torch
@@ -172,7 +173,8 @@ print("rank 1 has come:", there.check(["rank 1 listens at"]))
 # | `gloo` | CPUs, on any system | this course, tests, small things on the side |
 # | `mpi` | what the cluster's MPI can do | if PyTorch was built with it |
 #
-# The calls are the same for all, so what you learn on two CPU cores holds on GPUs.
+# The calls are the same for all, so what you learn on two CPU cores holds on GPUs. Only
+# the tensors must be where the backend expects them: for NCCL, on the rank's own GPU.
 #
 # ## Ranks that stay
 #
@@ -289,13 +291,13 @@ plot_collective("reduce_scatter", tensor, my_part)
 plt.show()
 
 # %% [markdown]
-# Only rank 0 has the sum. On the others stands whatever was under way when the sums
-# were formed: `reduce` promises nothing about it. Whoever reads it there gets numbers
-# that look right. With `all_reduce`, everybody has the sum.
+# Only rank 0 can rely on the sum. On the others stands what was under way while it was
+# formed: 110 is ranks 1 and 2 without rank 0, and one cell even happens to be right.
+# `reduce` promises nothing about them. With `all_reduce`, everybody has the sum.
 #
 # `reduce_scatter` leaves each rank with one part of the sum. An `all_gather` of these
-# parts makes an `all_reduce`, and that is how libraries do it: no rank has to be the
-# one through which everything goes. These three carry all training on several GPUs:
+# parts makes an `all_reduce`, and that is how libraries do it for large tensors: there
+# is no rank through which everything has to go. What they are used for:
 #
 # | collective | who uses it for what |
 # |---|---|
