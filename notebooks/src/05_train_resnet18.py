@@ -173,9 +173,9 @@ print(f"bytes sent for them in vain, each step and rank: {4 * idle:,}")
 assert abs(old[0]["loss"] - log(1000)) < 1
 
 # %% [markdown] tags=["lesson"]
-# The first epoch goes into learning that 990 classes never occur. Their gradients
-# travel nonetheless. (On two ranks an all-reduce makes each rank send about as many
-# bytes as the tensor has; lesson 03 counts them.)
+# The first ten or so steps go into learning that 990 classes never occur. Their
+# gradients travel nonetheless, to the end. (In a ring all-reduce each of W ranks sends
+# 2 (W - 1) / W times the tensor's bytes: on two ranks, as many as it has.)
 #
 # ## Slips 3 and 4: a batch for four GPUs, a learning rate times 2
 #
@@ -221,7 +221,7 @@ assert 0.01 < old_off < 1
 # %% [markdown] tags=["lesson"]
 # Whoever compares two runs by such numbers compares the luck of rank 0. The mean of
 # an epoch hides it, until ranks differ in more than luck: in data, or by a fault. If
-# rank 1's loss becomes NaN, rank 0's says so a step too late, or never.
+# rank 1's loss becomes NaN, rank 0's says so a step too late.
 #
 # ## Slip 6: nobody asks what was learnt
 #
@@ -238,7 +238,7 @@ with torch.no_grad():
     for images, labels, _ in DataLoader(one_by_one(data.test), 60):
         old_right += (old_model(images / 255).argmax(dim=1) == labels).sum().item()
 print(f"{len(data.test)} test images, right: ~ {old_right}")
-assert DATASET != "digits" or 36 < old_right < 340
+assert DATASET != "digits" or old_right > 100
 
 # %% [markdown] tags=["lesson"]
 # A falling training loss could not have told that.
@@ -318,6 +318,7 @@ first_ranks = [local_rank for _, _, local_rank, _ in results].count(0)
 batch = sum(share for *_, share in results)
 new_off = max(abs(a - b) for a, b in zip(results[0][0], results[1][0], strict=True))
 rows = [
+    ("", "old", "mended"),
     ("1 ranks that think they are first", who.count(0), first_ranks),
     ("2 parameters", f"{num_old:,}", f"{num_new:,}"),
     ("  first loss (nats)", f"~ {old[0]['loss']:.1f}", f"~ {losses[0]:.1f}"),
@@ -413,12 +414,13 @@ with plt.rc_context({**style(), "figure.figsize": (6.4, 2.6)}):
     axes.axhline(0, color="#222222", label="the run")
     axes.set(xlabel="optimiser step", ylabel="off the run's loss (%)")
     axes.set_title("The smaller the loss, the less one rank tells of it")
-    axes.legend(ncols=3)
+    axes.set_ylim(-110, 160)  # room for the legend
+    axes.legend(ncols=3, loc="upper left")
     plt.show()
 
 # %% [markdown] tags=["lesson"]
 # The two are mirror images, as two ranks and their mean must be. As the loss falls, a
-# few hard images decide over it, and it matters more and more who has got them.
+# few hard images decide over it, and it matters more and more which rank has got them.
 #
 # ## From the terminal
 #
@@ -438,7 +440,7 @@ def terminal(command):
     line = [sys.executable, *module, *arguments]
     done = subprocess.run(line, cwd=home, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    print(re.sub(r"\d+\.\d+|\d+(?= images/s| of )", r"~ \g<0>", done.stdout))
+    print(re.sub(r"\d+\.\d+|\d+(?= images/s| of )", r"~ \g<0>", done.stdout), end="")
 
 
 terminal(
@@ -448,6 +450,8 @@ terminal(
 
 # %% [markdown] tags=["lesson"]
 # The program started its two ranks itself, and its last line says where the picture is.
+# After four steps the test result is no better than a guess: BatchNorm's running
+# averages have hardly begun to follow the weights.
 #
 # ## Under torchrun, and going on
 #
