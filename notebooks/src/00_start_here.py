@@ -396,8 +396,14 @@ check(mean_over_ranks, "mean_over_ranks")
 #
 # | notebook | you can then |
 # |---|---|
-# | 01 One GPU is not enough | tell where GPU memory goes, and which batch fits |
-# | 02 Ranks and process groups | start ranks, use collectives, read a deadlock |
-# | 03 Wrap the model | write DDP by hand, and show that torch's agrees |
-# | 04 Shard the data | draw who sees what, and evaluate every sample once |
-# | 05 Train ResNet-18 | do the whole training, with curves rank by rank |
+# | [01 One GPU is not enough][01] | tell where GPU memory goes, and which batch fits |
+# | [02 Ranks and process groups][02] | start ranks, use collectives, read a deadlock |
+# | [03 Wrap the model][03] | write DDP by hand, and show that torch's agrees |
+# | [04 Shard the data][04] | draw who sees what, and evaluate every sample once |
+# | [05 Train ResNet-18][05] | do the whole training, and find seven slips |
+#
+# [01]: 01_one_gpu_is_not_enough.ipynb
+# [02]: 02_ranks_and_process_groups.ipynb
+# [03]: 03_wrap_the_model.ipynb
+# [04]: 04_shard_the_data.ipynb
+# [05]: 05_train_resnet18.ipynb
