@@ -63,7 +63,7 @@ class TrainConfig:
     """Images that one optimiser step sees, summed over all ranks."""
     micro_batch_size: int | None = None
     """Images a rank holds at once; accumulates up to its share (None: all of it)."""
-    lr: float = 0.05
+    lr: float = 0.02
     """Learning rate; under onecycle its peak."""
     momentum: float = 0.9
     """Momentum of SGD, from 0 to below 1."""

@@ -290,7 +290,8 @@ from ddp_lab import train as program
 from ddp_lab.config import TrainConfig
 from ddp_lab.plots import LiveCurve
 
-folder = Path(tempfile.mkdtemp()) / "first"
+scratch = tempfile.TemporaryDirectory()  # goes with the kernel
+folder = Path(scratch.name) / "first"
 config = TrainConfig(epochs=3, num_ranks=2, device="cpu", out=folder)
 curve = LiveCurve("ResNet-18 learns digits on two ranks")
 result = program.train(config, progress="none", on_record=curve)

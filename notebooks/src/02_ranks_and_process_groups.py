@@ -25,7 +25,8 @@
 import tempfile
 from pathlib import Path
 
-script = Path(tempfile.mkdtemp()) / "hello.py"
+scratch = tempfile.TemporaryDirectory()  # goes with the kernel
+script = Path(scratch.name) / "hello.py"
 num_written = script.write_text("""
 import os
 import torch.distributed as dist

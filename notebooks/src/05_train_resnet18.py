@@ -358,7 +358,8 @@ from pathlib import Path
 
 from ddp_lab.record import Run
 
-home = Path(tempfile.mkdtemp())
+scratch = tempfile.TemporaryDirectory()  # goes with the kernel
+home = Path(scratch.name)
 longer = replace(config, epochs=4)
 curve = LiveCurve("ResNet-18 on two ranks: the run, its ranks, its test")
 options = {"progress": "none", "on_record": curve}
