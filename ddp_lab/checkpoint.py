@@ -9,7 +9,6 @@ A checkpoint is one file of plain tensors and numbers:
 ``model.load_state_dict(torch.load(path, weights_only=True)["model"])``.
 """
 
-import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from ddp_lab.errors import BadInput
-from ddp_lab.record import write_atomically
+from ddp_lab.record import atomic_file
 
 __all__ = ["FORMAT", "load", "save"]
 
@@ -39,9 +38,8 @@ def save(path: Path, state: dict[str, Any]) -> None:
     """
     state = {"format": FORMAT, **state}
     assert set(state) == _KEYS, sorted(set(state) ^ _KEYS)
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    write_atomically(path, buffer.getvalue())
+    with atomic_file(path) as file:
+        torch.save(state, file)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -18,12 +18,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ddp_lab.config import TrainConfig
 from ddp_lab.errors import BadInput
 
-__all__ = ["History", "Run", "describe_environment", "write_atomically"]
+__all__ = [
+    "History",
+    "Run",
+    "atomic_file",
+    "describe_environment",
+    "write_atomically",
+]
 
 
 class History:
@@ -191,18 +197,28 @@ def _git_revision() -> str | None:
     return revision.strip() + ("+" if edited.returncode else "")
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that at any moment it is whole: the old one or the new one."""
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for writing so that ``path`` is always whole: the old or the new.
+
+    What is written goes to a neighbour with ``.tmp`` appended, which takes the file's
+    place at the end, and is removed if the block fails.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    data = content.encode() if isinstance(content, str) else content
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file so that at any moment it is whole: the old or the new one."""
+    with atomic_file(path) as file:
+        file.write(text.encode())
 
 
 def _pretty(value: dict[str, Any]) -> str:
