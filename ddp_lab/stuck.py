@@ -59,7 +59,6 @@ PLUMBING = tuple(
 """Files whose frames stand between a rank's start and the user's code."""
 
 
-
 _since_ns = 0
 
 
