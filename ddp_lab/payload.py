@@ -224,7 +224,23 @@ def pack(value: Any) -> bytes:
 
 def unpack(blob: bytes) -> Any:
     """Rebuild what `pack` made. Only for bytes from our own processes."""
-    return pickle.loads(blob)
+    return _loads(blob)
+
+
+def _loads(blob: bytes) -> Any:
+    """Unpickle, and take sparse tensors off the list that torch keeps of them.
+
+    torch notes each sparse tensor it rebuilds and has only `torch.load` look through
+    the notes: the next one, of whatever file, would warn about ours.
+    """
+    value = pickle.loads(blob)
+    torch = sys.modules.get("torch")
+    look_through = getattr(
+        getattr(torch, "_utils", None), "_validate_loaded_sparse_tensors", None
+    )
+    if look_through is not None:
+        look_through()
+    return value
 
 
 def pack_call(
@@ -257,7 +273,7 @@ def unpack_call(
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     _received[:] = storages
     try:
-        fn, args, kwargs, main_names = pickle.loads(blob)
+        fn, args, kwargs, main_names = _loads(blob)
     finally:
         _received.clear()
     vars(sys.modules["__main__"]).update(main_names)

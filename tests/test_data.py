@@ -14,18 +14,7 @@ from ddp_lab.data import (
     train_loader,
 )
 from ddp_lab.datasets import ImageSet, ImagesInMemory
-from ddp_lab.world import World
-
-
-def world(rank=0, world_size=1):
-    return World(
-        rank=rank,
-        local_rank=rank,
-        world_size=world_size,
-        local_world_size=world_size,
-        device=torch.device("cpu"),
-        backend="gloo",
-    )
+from worlds import cpu_world
 
 
 def numbered(num_train=103, num_test=101, size=8):
@@ -69,7 +58,7 @@ def test_eval_loader_counts_the_tail(world_size):
     data = numbered()
     seen = []
     for rank in range(world_size):
-        loader = eval_loader(data, CONFIG, world(rank, world_size), 16)
+        loader = eval_loader(data, CONFIG, cpu_world(rank, world_size), 16)
         batches = labels_of(loader)
         assert len(loader) == len(batches)
         seen += [label for batch in batches for label in batch]
@@ -82,7 +71,7 @@ def global_batches(world_size, epoch, seed=0):
     data, per_rank = numbered(), config.global_batch_size // world_size
     steps = None
     for rank in range(world_size):
-        loader = train_loader(data, config, world(rank, world_size), per_rank)
+        loader = train_loader(data, config, cpu_world(rank, world_size), per_rank)
         loader.set_epoch(epoch)
         own = labels_of(loader)
         assert len(own) == len(loader) == 103 // 12
@@ -112,7 +101,7 @@ def test_a_sample_looks_alike_on_any_rank():
     for world_size in (1, 2, 3):
         pictures = {}
         for rank in range(world_size):
-            loader = train_loader(data, CONFIG, world(rank, world_size), 4)
+            loader = train_loader(data, CONFIG, cpu_world(rank, world_size), 4)
             loader.set_epoch(3)
             for images, labels in loader:
                 pictures |= dict(zip(labels.tolist(), images, strict=True))
@@ -156,7 +145,7 @@ def test_normalised_as_torchvision_does():
 
     data = numbered()
     config = dataclasses.replace(CONFIG, crop_padding=0, flip=False)
-    (images, labels), *_ = eval_loader(data, config, world(), 10)
+    (images, labels), *_ = eval_loader(data, config, cpu_world(), 10)
     transform = v2.Compose(
         [v2.ToDtype(torch.float32, scale=True), v2.Normalize(data.mean, data.std)]
     )
@@ -168,7 +157,7 @@ def test_normalised_as_torchvision_does():
 
 def test_other_image_size():
     config = dataclasses.replace(CONFIG, image_size=20)
-    images, _ = next(iter(eval_loader(numbered(), config, world(), 5)))
+    images, _ = next(iter(eval_loader(numbered(), config, cpu_world(), 5)))
     assert images.shape == (5, 3, 20, 20)
     assert images.min() >= -2
     assert images.max() <= 2
@@ -177,7 +166,7 @@ def test_other_image_size():
 def test_memory_is_not_copied():
     """On the CPU the ranks index the one shared tensor."""
     data = numbered()
-    loader = train_loader(data, CONFIG, world(), 4)
+    loader = train_loader(data, CONFIG, cpu_world(), 4)
     assert loader._images.data_ptr() == data.train.images.data_ptr()
     before = data.train.images.clone()
     labels_of(loader)

@@ -14,8 +14,9 @@ from ddp_lab.data import train_loader
 from ddp_lab.datasets import load_dataset, load_dataset_together
 from ddp_lab.errors import BadInput
 from ddp_lab.launch import launch
-from ddp_lab.world import World, join_world
+from ddp_lab.world import join_world
 from image_files import write_fashion_mnist, write_folder
+from worlds import cpu_world
 
 
 def test_digits():
@@ -188,14 +189,7 @@ def test_folder_fingerprint_does_not_depend_on_the_place(tmp_path):
 def test_folder_through_loader_workers_equals_without(tmp_path):
     config = folder_config(write_folder(tmp_path), num_workers=1, crop_padding=2)
     data = load_dataset(config)
-    world = World(
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        local_world_size=1,
-        device=torch.device("cpu"),
-        backend="gloo",
-    )
+    world = cpu_world()
     batches = []
     for num_workers in (0, 1):
         own = dataclasses.replace(config, num_workers=num_workers)
@@ -214,14 +208,7 @@ def test_truncated_image_is_named_through_a_worker(tmp_path):
     bad = write_folder(tmp_path) / "train" / "dog" / "5.png"
     bad.write_bytes(bad.read_bytes()[:500])
     config = folder_config(tmp_path, num_workers=1)
-    world = World(
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        local_world_size=1,
-        device=torch.device("cpu"),
-        backend="gloo",
-    )
+    world = cpu_world()
     loader = train_loader(load_dataset(config), config, world, 4)
     with pytest.raises(BadInput) as caught:
         list(loader)

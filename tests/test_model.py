@@ -6,6 +6,7 @@ from ddp_lab.config import TrainConfig
 from ddp_lab.errors import BadInput
 from ddp_lab.model import build_model, check_model, wrap_model
 from ddp_lab.world import join_world
+from worlds import cpu_world
 
 
 def test_article_model_is_torchvisions_own():
@@ -78,15 +79,5 @@ def test_wrapped_model_keeps_its_gradients_in_the_buckets():
 
 
 def test_sync_norm_is_for_gpus():
-    from ddp_lab.world import World
-
-    two = World(
-        rank=0,
-        local_rank=0,
-        world_size=2,
-        local_world_size=2,
-        device=torch.device("cpu"),
-        backend="gloo",
-    )
     with pytest.raises(BadInput, match="GPUs only; use --norm group"):
-        wrap_model(nn.BatchNorm2d(3), two, norm="sync")
+        wrap_model(nn.BatchNorm2d(3), cpu_world(0, 2), norm="sync")

@@ -170,3 +170,12 @@ def test_what_we_cannot_name_keeps_pythons_reason():
 
     with pytest.raises(NotSendable, match=r"`x` is a Stubborn \(no way\)"):
         pack_call(lambda x: 0, (Stubborn(),), {})
+
+
+def test_sparse_tensors_leave_no_note_for_the_next_torch_load(tmp_path):
+    """It would warn about them, whatever it loads; warnings are errors here."""
+    torch.save({"weight": torch.ones(2)}, tmp_path / "file.pt")
+    sparse = torch.eye(3).to_sparse()
+    assert torch.equal(unpack(pack(sparse)).to_dense(), torch.eye(3))
+    state = torch.load(tmp_path / "file.pt", weights_only=True)
+    assert state["weight"].tolist() == [1.0, 1.0]
