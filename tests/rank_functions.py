@@ -172,6 +172,7 @@ def other_order() -> None:
 
 def shapes_differ() -> None:
     dist.init_process_group("gloo")
+    send_record(now_s=time.monotonic())
     dist.all_reduce(torch.ones(4 if dist.get_rank() else 400_000))  # HERE
 
 
@@ -186,6 +187,7 @@ def returned_early() -> None:
     dist.init_process_group("gloo")
     for step in range(3):
         if dist.get_rank() == 1 and step == 2:
+            send_record(now_s=time.monotonic())
             dist.destroy_process_group()
             return
         dist.all_reduce(torch.ones(1))  # HERE
@@ -194,6 +196,7 @@ def returned_early() -> None:
 def raised() -> None:
     dist.init_process_group("gloo")
     if dist.get_rank() == 1:
+        send_record(now_s=time.monotonic())
         raise RuntimeError("cannot read the data")  # HERE TOO
     dist.all_reduce(torch.ones(1))  # HERE
 

@@ -11,10 +11,11 @@ from ddp_lab import inside
 from ddp_lab.errors import RankFailed, RanksStuck
 from ddp_lab.launch import launch as spawn
 from ddp_lab.stuck import Sight, Watch, sight_from_dump, user_line
-from ddp_lab.verdict import stuck_error
+from ddp_lab.verdict import failure_error, stuck_error
 from rank_functions import compute_long
 
 STUCK_AFTER_S = 2.0
+SOON_S = STUCK_AFTER_S + 2.0  # what is promised, from the last move to the verdict
 launch = partial(spawn, start_method="forkserver")  # imports torch once for all tests
 
 
@@ -57,12 +58,28 @@ def found_after_s(monkeypatch):
     return seconds
 
 
+@pytest.fixture
+def failed_at_s(monkeypatch):
+    """When the verdict on a failed rank came, on the clock that all processes share."""
+    moments = []
+
+    def note(outcomes, watch):
+        moments.append(time.monotonic())
+        return failure_error(outcomes, watch)
+
+    monkeypatch.setattr("ddp_lab.ranks.failure_error", note)
+    return moments
+
+
 @pytest.mark.parametrize("name", SHAPES)
-def test_shape(name, found_after_s):
+def test_shape(name, found_after_s, failed_at_s):
     fn = getattr(rank_functions, name)
-    error = stuck(fn)
-    if name != "returned_early":  # its group was closed: known at once
-        assert STUCK_AFTER_S <= found_after_s[0] < STUCK_AFTER_S + 2.0
+    told = []
+    error = stuck(fn, on_record=lambda rank, fields: told.append(fields["now_s"]))
+    if name == "returned_early":  # its group was closed: known at once
+        assert failed_at_s[0] - told[0] < SOON_S
+    else:
+        assert STUCK_AFTER_S <= found_after_s[0] < SOON_S
     rows = [(row.state, row.collective) for row in error.rows]
     assert rows == SHAPES[name]
     assert error.rows[0].where == line_of(fn)
@@ -78,8 +95,9 @@ def test_shape(name, found_after_s):
         assert "rank 1 returned without it" in str(error)
 
 
-def test_uneven_number_of_batches():
+def test_uneven_number_of_batches(found_after_s):
     error = stuck(rank_functions.uneven_batches)
+    assert STUCK_AFTER_S <= found_after_s[0] < SOON_S
     assert [row.state for row in error.rows] == [W, F]
     assert error.rows[0].where == line_of(rank_functions.uneven_batches)
     assert error.rows[0].collective == "all_reduce #8"  # of DDP
@@ -97,20 +115,32 @@ def test_endless_loop_ends_with_the_time_limit():
     assert error.rows[1].where.endswith(loop)
 
 
-def test_shapes_differ():
-    """gloo ends the process itself; the launch still says which line it was."""
-    with pytest.raises(RankFailed, match="tensors of different sizes") as caught:
-        launch(rank_functions.shapes_differ, stuck_after_s=STUCK_AFTER_S)
+def failed(fn):
+    """The error of a failed rank, and when the ranks made their mistake."""
+    told = []
+    with pytest.raises(RankFailed) as caught:
+        launch(
+            fn,
+            stuck_after_s=STUCK_AFTER_S,
+            on_record=lambda rank, fields: told.append(fields["now_s"]),
+        )
     print(caught.value, caught.value.report)
+    return caught, max(told)
+
+
+def test_shapes_differ(failed_at_s):
+    """gloo ends the process itself; the launch still says which line it was."""
+    caught, mistake_at_s = failed(rank_functions.shapes_differ)
+    assert failed_at_s[0] - mistake_at_s < SOON_S
+    assert caught.match("tensors of different sizes")
     line = line_of(rank_functions.shapes_differ)
     assert caught.value.failures[0].where == line
     assert line in caught.value.others[0]
 
 
-def test_one_rank_raised():
-    with pytest.raises(RankFailed) as caught:
-        launch(rank_functions.raised, stuck_after_s=STUCK_AFTER_S)
-    print(caught.value, caught.value.report)
+def test_one_rank_raised(failed_at_s):
+    caught, mistake_at_s = failed(rank_functions.raised)
+    assert failed_at_s[0] - mistake_at_s < SOON_S
     failure = caught.value.failures[0]
     assert (failure.rank, failure.message) == (1, "cannot read the data")
     assert failure.where == line_of(rank_functions.raised, "# HERE TOO")
