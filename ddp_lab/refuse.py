@@ -1,6 +1,6 @@
 """What cannot work is refused in one line, before a process is started.
 
-Shared by those who start ranks: `launch` and `Workers`.
+Shared by those who start ranks: `launch`, `Workers` and `ddp_lab.train`.
 """
 
 import inspect
@@ -10,7 +10,13 @@ from typing import Any
 from ddp_lab.errors import BadInput
 from ddp_lab.payload import Packed
 
-__all__ = ["check_function", "check_positive", "check_ranks", "notice_big_copies"]
+__all__ = [
+    "check_function",
+    "check_no_notebook",
+    "check_positive",
+    "check_ranks",
+    "notice_big_copies",
+]
 
 _NOTICE_BYTES = 10 * 2**20
 
@@ -26,6 +32,21 @@ def check_function(fn: Any, caller: str) -> None:
         raise BadInput(f"{fn.__name__} is a coroutine function: pass a plain function")
     if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise BadInput(f"{fn.__name__} is a generator function: return a list instead")
+
+
+def check_no_notebook(rank: int, world_size: int) -> None:
+    """Refuse to be one rank of several in a Jupyter kernel: no other would come.
+
+    People set RANK and WORLD_SIZE by hand when they copy a script into a notebook.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if world_size > 1 and hasattr(shell, "kernel"):
+        raise BadInput(
+            f"this notebook's environment makes it rank {rank} of {world_size}, and no "
+            "other rank would come: delete RANK and WORLD_SIZE from os.environ, or use "
+            f"launch(), or !torchrun --nproc-per-node {world_size} -m ddp_lab.train"
+        )
 
 
 def check_ranks(num_ranks: int | None, device: str, start_method: str) -> int:

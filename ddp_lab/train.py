@@ -31,10 +31,11 @@ from ddp_lab.model import check_model
 from ddp_lab.progress import ProgressStyle
 from ddp_lab.ranks import OnRecord
 from ddp_lab.record import Run
+from ddp_lab.refuse import check_no_notebook
 from ddp_lab.training import check_fits
 from ddp_lab.world import pick_device, read_ranks
 
-__all__ = ["main", "parse_arguments", "train"]
+__all__ = ["drop_local_rank", "main", "parse_arguments", "train"]
 
 _DESCRIPTION = """Train an image classifier with PyTorch DistributedDataParallel.
 
@@ -72,8 +73,10 @@ def parse_arguments(arguments: Sequence[str]) -> TrainConfig:
     """
     import tyro
 
-    # torch.distributed.launch, torchrun's forerunner, adds this; the variable is enough
-    arguments = [a for a in arguments if not re.match(r"--local[-_]rank(=|$)", a)]
+    arguments, dropped = drop_local_rank(arguments)
+    if dropped and ((ranks := read_ranks()) is None or ranks["rank"] == 0):
+        note = "--local-rank is ignored: LOCAL_RANK of the environment counts"
+        print(f"ddp_lab.train: {note}", file=sys.stderr, flush=True)
     resume = _value_of("--resume", arguments)
     recipe = _value_of("--recipe", arguments)
     if resume:
@@ -102,6 +105,22 @@ def parse_arguments(arguments: Sequence[str]) -> TrainConfig:
     if resume and config.out != defaults.out:
         raise BadInput(f"out: a resumed run stays in its folder, {resume}; drop --out")
     return config
+
+
+def drop_local_rank(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """Leave out ``--local-rank``, and say whether it was there.
+
+    ``torch.distributed.launch``, torchrun's forerunner, adds it (``--local_rank``
+    before PyTorch 2.0); the environment says the same.
+    """
+    kept, rest = [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument in ("--local-rank", "--local_rank") and rest and rest[0].isdigit():
+            rest.pop(0)
+        elif not re.fullmatch(r"--local[-_]rank=\d+", argument):
+            kept.append(argument)
+    return kept, kept != list(arguments)
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str | None:
@@ -159,6 +178,7 @@ def train(
         if ranks is None:
             result = _spawn(config, folder, progress, on_record)
         else:
+            check_no_notebook(ranks["rank"], ranks["world_size"])
             _check_joined(config, ranks["world_size"])
             result = fit_on_rank(config, folder, progress=progress)
     finally:
