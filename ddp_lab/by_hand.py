@@ -6,6 +6,8 @@ Three things, each built on the one before::
     NaiveDDP          the model's copies stay equal: copy once, then average gradients
     BucketDDP         the same, while the backward pass is still running
 
+(And `SyncBatchNorm`, which makes BatchNorm see all ranks' samples: sync_batch_norm.py.)
+
 `BucketDDP` is used like `torch.nn.parallel.DistributedDataParallel`, and
 `tests/test_by_hand.py` trains both side by side. What happens in one backward pass::
 
@@ -27,8 +29,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lab.errors import LabError
+from ddp_lab.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["BucketDDP", "NaiveDDP", "assign_buckets", "ring_all_reduce"]
+__all__ = [
+    "BucketDDP",
+    "NaiveDDP",
+    "SyncBatchNorm",
+    "assign_buckets",
+    "ring_all_reduce",
+]
 
 _MB = 2**20
 _UNREACHED = (

@@ -55,7 +55,7 @@ class TrainConfig:
     model: str = "resnet18"
     """Any classifier of torchvision.models by name, untrained."""
     norm: Literal["batch", "sync", "group"] = "batch"
-    """Batch statistics of a rank, of all ranks (GPUs only), or GroupNorm."""
+    """Batch statistics of a rank, of all ranks, or GroupNorm."""
 
     epochs: int = 8
     """Passes over the training images."""

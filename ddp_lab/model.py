@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.config import TrainConfig
 from ddp_lab.errors import BadInput
+from ddp_lab.sync_batch_norm import SyncBatchNorm
 from ddp_lab.world import World
 
 __all__ = ["build_model", "check_model", "wrap_model"]
@@ -64,8 +65,16 @@ def build_model(config: TrainConfig, num_classes: int) -> nn.Module:
     return model
 
 
-def check_model(config: TrainConfig, num_classes: int, micro_batch_size: int) -> None:
+def check_model(
+    config: TrainConfig, num_classes: int, micro_batch_size: int, world_size: int = 1
+) -> None:
     """Try one training step's shapes, without data or memory, before anything starts.
+
+    Args:
+        config: uses what `build_model` uses.
+        num_classes: outputs of the last layer.
+        micro_batch_size: images a rank holds at once.
+        world_size: ranks; with norm sync, BatchNorm sees the images of all of them.
 
     Raises:
         BadInput: the model does not exist, or cannot take such images or batches.
@@ -73,8 +82,8 @@ def check_model(config: TrainConfig, num_classes: int, micro_batch_size: int) ->
     try:
         with torch.device("meta"):
             model = build_model(config, num_classes)
-            size = (micro_batch_size, 3, config.image_size, config.image_size)
-            model(torch.empty(size))
+            seen = micro_batch_size * (world_size if config.norm == "sync" else 1)
+            model(torch.empty(seen, 3, config.image_size, config.image_size))
     except BadInput:
         raise
     except (RuntimeError, ValueError, AssertionError, TypeError) as error:
@@ -94,25 +103,20 @@ def wrap_model(
     Args:
         model: the same on every rank; its weights become rank 0's on all ranks.
         world: this rank.
-        norm: ``sync`` turns BatchNorm into SyncBatchNorm.
+        norm: ``sync`` turns BatchNorm into SyncBatchNorm: torch's own on a GPU, and on
+            the CPU, where that one refuses to work, the lab's.
 
     Returns:
         The wrapped model; the plain one is its ``.module``. Call the wrapped one in
         training, or the gradients stay local.
-
-    Raises:
-        BadInput: SyncBatchNorm is asked for on the CPU, where PyTorch has none.
 
     **Collective**: all ranks must call it. **Cost**: one broadcast of the model; then,
     in each backward pass, one all-reduce of all gradients, in buckets of 25 MB.
     """
     on_gpu = world.device.type == "cuda"
     if norm == "sync":
-        if not on_gpu and world.world_size > 1:
-            raise BadInput(
-                "norm sync: PyTorch's SyncBatchNorm runs on GPUs only; use --norm group"
-            )
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        kind = nn.SyncBatchNorm if on_gpu else SyncBatchNorm
+        model = kind.convert_sync_batchnorm(model)
     return DistributedDataParallel(
         model.to(world.device),
         device_ids=[world.device] if on_gpu else None,

@@ -14,7 +14,7 @@ PACKAGE = Path(ddp_lab.__file__).parent
 
 FLOORS = [
     {"errors", "config", "record", "progress"},
-    {"world", "data", "datasets", "model", "payload", "output"},
+    {"world", "data", "datasets", "model", "payload", "output", "sync_batch_norm"},
     {
         "by_hand",
         "cells",

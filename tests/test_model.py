@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -5,6 +7,7 @@ from torch import nn
 from ddp_lab.config import TrainConfig
 from ddp_lab.errors import BadInput
 from ddp_lab.model import build_model, check_model, wrap_model
+from ddp_lab.sync_batch_norm import SyncBatchNorm
 from ddp_lab.world import join_world
 from worlds import cpu_world
 
@@ -78,6 +81,28 @@ def test_wrapped_model_keeps_its_gradients_in_the_buckets():
         assert all(p.grad._is_view() for p in model.parameters())
 
 
-def test_sync_norm_is_for_gpus():
-    with pytest.raises(BadInput, match="GPUs only; use --norm group"):
-        wrap_model(nn.BatchNorm2d(3), cpu_world(0, 2), norm="sync")
+@pytest.mark.parametrize(
+    ("device", "kind"), [("cpu", SyncBatchNorm), ("cuda", nn.SyncBatchNorm)]
+)
+def test_sync_norm_is_ours_on_the_cpu_and_torchs_on_gpus(device, kind, monkeypatch):
+    """There need be no GPU: all that is wrapped here is recorded, not done."""
+    wrapped = []
+    monkeypatch.setattr(
+        "ddp_lab.model.DistributedDataParallel", lambda m, **_: wrapped.append(m)
+    )
+    monkeypatch.setattr(nn.Module, "to", lambda module, _device: module)
+    world = dataclasses.replace(cpu_world(0, 2), device=torch.device(device))
+    wrap_model(build_model(TrainConfig(norm="sync"), 10), world, norm="sync")
+    kinds = [type(m) for m in wrapped[0].modules()]
+    assert kinds.count(kind) == 20
+    assert nn.BatchNorm2d not in kinds
+
+
+def test_sync_norm_counts_the_images_of_all_ranks():
+    """In a ResNet-18, images of 32 x 32 pixels end as one value a channel each."""
+    config = TrainConfig(norm="sync")
+    check_model(config, 10, 1, world_size=2)
+    with pytest.raises(BadInput, match=r"1 images .*--micro-batch-size"):
+        check_model(config, 10, 1, world_size=1)
+    with pytest.raises(BadInput, match=r"1 images .*--micro-batch-size"):
+        check_model(dataclasses.replace(config, norm="batch"), 10, 1, world_size=2)

@@ -304,7 +304,6 @@ BAD_INPUT = {
     "--out .": "holds a run already",
     "--out config.json": "config.json is a file",
     "--out config.json/deeper": "config.json is a file",
-    "--norm sync": "GPUs only; use --norm group",
 }
 
 
