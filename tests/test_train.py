@@ -20,6 +20,8 @@ from image_files import write_fashion_mnist, write_folder
 
 TRAIN = [sys.executable, "-m", "ddp_lab.train"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+LAUNCH = [sys.executable, "-m", "torch.distributed.launch", "--standalone"]
+NOTE = "ddp_lab.train: --local-rank is ignored: LOCAL_RANK of the environment counts"
 TINY = ["--epochs", "1", "--global-batch-size", "4", "--device", "cpu"]
 SMALL = [
     "--limit-train",
@@ -91,6 +93,7 @@ def test_torchrun_joins_and_trains_the_same(spawned, tmp_path):
         [*command, "--out", "joined", "--local-rank=0"], tmp_path, OMP_NUM_THREADS="1"
     )
     assert status == 0, complaints
+    assert complaints.count(NOTE) == 1
     assert said[0].startswith("resnet18 on digits: 2 ranks on cpu (gloo)")
     assert said[-1].endswith("loss curve: joined/loss.png")
     assert len(said) == 4  # rank 0 alone speaks
@@ -100,6 +103,17 @@ def test_torchrun_joins_and_trains_the_same(spawned, tmp_path):
         for folder in (other, tmp_path / "joined")
     ]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_torchruns_forerunner(tmp_path):
+    """It adds --local-rank=N to the arguments of each rank."""
+    command = [*LAUNCH, "--nproc-per-node", "2", "-m", "ddp_lab.train", *TINY]
+    little = ["--limit-train", "8", "--limit-test", "4", "--out", "a"]
+    status, said, complaints = run([*command, *little], tmp_path, OMP_NUM_THREADS="1")
+    assert status == 0, complaints
+    assert complaints.count(NOTE) == 1
+    assert said[0].startswith("resnet18 on digits: 2 ranks on cpu (gloo)")
+    assert len(Run.open(tmp_path / "a").history.steps) == 2
 
 
 def test_torchrun_tells_of_bad_input(tmp_path):
@@ -248,6 +262,27 @@ def test_recipe_and_flags():
     assert train.parse_arguments(["--recipe=fast"]) == RECIPES["fast"]
 
 
+@pytest.mark.parametrize("flag", ["--local-rank", "--local_rank"])
+@pytest.mark.parametrize("joint", ["=", " "])
+def test_local_rank_is_dropped_with_a_note(flag, joint, monkeypatch, capfd):
+    given = f"--lr 1 {flag}{joint}0 --epochs 2".split()
+    assert train.drop_local_rank(given) == (["--lr", "1", "--epochs", "2"], True)
+    assert train.drop_local_rank([*given[3:], "--out", "7"])[0][-2:] == ["--out", "7"]
+    expected = dataclasses.replace(RECIPES["default"], lr=1.0, epochs=2)
+    for rank, note in {None: NOTE + "\n", "0": NOTE + "\n", "1": ""}.items():
+        if rank is not None:
+            monkeypatch.setenv("RANK", rank)
+            monkeypatch.setenv("WORLD_SIZE", "2")
+        assert train.parse_arguments(given) == expected
+        assert capfd.readouterr() == ("", note)
+
+
+def test_no_note_without_local_rank(capfd):
+    assert train.drop_local_rank(["--epochs", "0"]) == (["--epochs", "0"], False)
+    train.parse_arguments(["--epochs", "2"])
+    assert capfd.readouterr() == ("", "")
+
+
 def test_every_option_has_help_and_default(capsys):
     with pytest.raises(SystemExit) as ended:
         train.main(["--help"])
@@ -301,6 +336,8 @@ BAD_INPUT = {
     "--micro-batch-size 1": "--micro-batch-size",
     "--device cuda": "no GPU to PyTorch; use --device cpu",
     "--resume nowhere": "no run in nowhere",
+    "--local-rank": "--local-rank",
+    "--local-rank=x": "--local-rank=x",
     "--out .": "holds a run already",
     "--out config.json": "config.json is a file",
     "--out config.json/deeper": "config.json is a file",
