@@ -1,5 +1,6 @@
 """launch from a real kernel: cells, their classes, their errors, their output."""
 
+import re
 import subprocess
 import sys
 
@@ -144,6 +145,30 @@ def test_a_deadlock_shows_the_cells_lines(kernel):
     assert second.split()[:4] == ["1", "waiting", "all_reduce", "#1"]
     assert second.endswith("line 6: dist.all_reduce(torch.ones(1))")
     assert "different collectives" in hint
+
+
+def test_a_notebook_is_no_rank_of_several(kernel):
+    """RANK and WORLD_SIZE copied from a script: no wait for ranks that never come."""
+    kernel.run(
+        "from ddp_lab import train\n"
+        "from ddp_lab.config import TrainConfig\n"
+        "by_hand = {'RANK': '0', 'WORLD_SIZE': '2', 'MASTER_ADDR': 'localhost',"
+        " 'MASTER_PORT': '29500'}\n"
+        "os.environ.update(by_hand)"
+    )
+    cell = kernel.run("train.train(TrainConfig(device='cpu'))")
+    assert cell.ename == "BadInput"
+    assert re.match(
+        "this notebook's environment makes it rank 0 of 2, .*launch\\(\\).*!torchrun",
+        cell.evalue,
+    )
+    command = kernel.run("train.main(['--device', 'cpu'])")
+    assert command.result == "2"
+    assert command.stderr == f"ddp_lab.train: {cell.evalue}\n"
+    # launch needs no such variables, and does not mind them
+    ranks = "launch(lambda: (os.environ['RANK'], os.environ['WORLD_SIZE']))"
+    assert kernel.run(ranks).result == "[('0', '2'), ('1', '2')]"
+    kernel.run("for name in by_hand:\n    del os.environ[name]")
 
 
 def test_rank_0_is_live(kernel):

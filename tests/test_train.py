@@ -279,6 +279,8 @@ def test_local_rank_is_dropped_with_a_note(flag, joint, monkeypatch, capfd):
 
 def test_no_note_without_local_rank(capfd):
     assert train.drop_local_rank(["--epochs", "0"]) == (["--epochs", "0"], False)
+    bare = ["--local-rank", "--epochs", "2"]  # no launcher's
+    assert train.drop_local_rank(bare) == (bare, False)
     train.parse_arguments(["--epochs", "2"])
     assert capfd.readouterr() == ("", "")
 
