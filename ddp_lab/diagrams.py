@@ -1,17 +1,25 @@
-"""Who holds what: samples on ranks, parameters in buckets, memory by kind."""
+"""Who holds what, samples, parameters and memory; and which rank is on which host."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddp_lab.drawing import INK, draw_cell, in_style, num_bytes_text, rank_colour
+from ddp_lab.drawing import (
+    FAINT,
+    INK,
+    draw_cell,
+    in_style,
+    num_bytes_text,
+    rank_colour,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-__all__ = ["plot_buckets", "plot_memory", "plot_shards"]
+__all__ = ["plot_buckets", "plot_hosts", "plot_memory", "plot_shards"]
 
 _MOST_SAMPLES = 64
+_MOST_HOSTS, _MOST_RANKS = 4, 16
 _MB = 2**20
 # Not ranks, so not their colours: greys for what stays, bright for what grows.
 _KINDS = {
@@ -262,3 +270,96 @@ def _memory_title(
     if len(fits) == len(rows):
         return f"All of these batches fit, up to {fits[-1]:g}"
     return f"A batch of {fits[-1]:g} fits, {sizes[len(fits)]:g} is too many"
+
+
+def plot_hosts(
+    num_hosts: int, ranks_per_host: int, *, title: str | None = None
+) -> "Figure":
+    """Draw which rank is where under torchrun, and who talks to whom.
+
+    A box is a host, with its torchrun and the ranks that it has started. The dashed
+    lines are used once, to meet. The arrows from rank to rank are a ring all-reduce, in
+    every step; the dark ones among them cross the network.
+
+    Args:
+        num_hosts: 1 to 4; the rendezvous endpoint is on host 0.
+        ranks_per_host: such that there are at most 16 in all.
+        title: one sentence; by default it counts the links that cross the network.
+    """
+    num_ranks = num_hosts * ranks_per_host
+    if not (1 <= num_hosts <= _MOST_HOSTS and 1 <= num_ranks <= _MOST_RANKS):
+        raise ValueError(
+            f"{num_hosts} hosts of {ranks_per_host} ranks cannot be drawn: choose 1 to "
+            f"{_MOST_HOSTS} hosts, and up to {_MOST_RANKS} ranks in all"
+        )
+    from matplotlib import pyplot
+
+    pitch = ranks_per_host + 0.09 * num_ranks  # from one host to the next, in cells
+    places = [divmod(rank, ranks_per_host) for rank in range(num_ranks)]
+    at = [host * pitch + local_rank for host, local_rank in places]
+    bottom = 1.1 if num_hosts == 1 else 0.9  # of the hosts' boxes
+    links = f"{num_hosts if num_hosts > 1 else 0} of the {num_ranks} links"
+    hosts = "1 host" if num_hosts == 1 else f"{num_hosts} hosts"
+    small: dict[str, Any] = {"fontsize": 8, "va": "center", "color": INK}
+    with in_style(**{"axes.grid": False}):
+        figure, axes = pyplot.subplots(figsize=(6.4, 2.9))
+        endpoint = "the rendezvous endpoint, a port on host 0: torchruns meet here"
+        axes.text(at[0] - 0.45, -1.6, endpoint, **small)
+        for host in range(num_hosts):
+            _draw_host(axes, host, host * pitch, ranks_per_host, num_ranks, bottom)
+        _draw_ring(axes, at, ranks_per_host)
+        key = "cell: rank (local rank)    dashed: once    arrow: in every step"
+        axes.text(at[0] - 0.45, 1.45, f"{key}, dark if over the network", **small)
+        axes.set_xlim(-0.6, at[-1] + 0.6)
+        axes.set_ylim(1.6, -1.8)
+        axes.axis("off")
+        axes.set_title(title or f"On {hosts}, {links} between ranks cross the network")
+    return figure
+
+
+def _draw_host(
+    axes: Any,
+    host: int,
+    left: float,
+    ranks_per_host: int,
+    num_ranks: int,
+    bottom: float,
+) -> None:
+    """One host: its box, its torchrun with a line to the endpoint, and its ranks."""
+    from matplotlib.patches import Rectangle
+
+    middle = left + (ranks_per_host - 1) / 2
+    size = ranks_per_host + 0.04, bottom + 0.95
+    axes.add_patch(Rectangle((left - 0.52, -0.95), *size, fill=False, edgecolor=FAINT))
+    meet = {"color": FAINT, "linestyle": "--", "linewidth": 1}
+    first = (ranks_per_host - 1) / 2  # the middle of host 0
+    axes.plot([first, first, middle, middle], [-1.45, -1.2, -1.2, -0.7], **meet)
+    text, width = f"host {host}: torchrun", ranks_per_host - 0.28
+    draw_cell(axes, middle, -0.48, [FAINT], text, width=width, height=0.44, font_size=8)
+    for local_rank in range(ranks_per_host):
+        rank = host * ranks_per_host + local_rank
+        text = f"rank {rank}\n(local {local_rank})"
+        if num_ranks > 6:
+            text = f"{rank}\n({local_rank})"
+        colours, x = [rank_colour(rank)], left + local_rank
+        font_size = 8 if num_ranks <= 8 else 6.5
+        shape: dict[str, Any] = {"width": 0.72, "height": 0.8, "font_size": font_size}
+        draw_cell(axes, x, 0.32, colours, text, **shape)
+
+
+def _draw_ring(axes: Any, at: Sequence[float], ranks_per_host: int) -> None:
+    """An arrow from each rank to the next, and from the last one back to rank 0."""
+    num_ranks = len(at)
+    arrow: dict[str, Any] = {"arrowstyle": "-|>", "shrinkA": 0, "shrinkB": 0}
+    inside = arrow | {"color": FAINT, "linewidth": 1}
+    across = arrow | {"color": INK, "linewidth": 1.8}
+    for rank in range(num_ranks - 1):
+        style = inside if (rank + 1) % ranks_per_host else across
+        start, end = (at[rank] + 0.36, 0.32), (at[rank + 1] - 0.36, 0.32)
+        axes.annotate("", end, start, arrowprops=style)
+    if num_ranks > 1:
+        style = across if num_ranks > ranks_per_host else inside
+        look = {"color": style["color"], "linewidth": style["linewidth"]}
+        y = 1.1 if num_ranks > ranks_per_host else 0.95
+        axes.plot([at[-1], at[-1], at[0]], [0.72, y, y], **look)
+        axes.annotate("", (at[0], 0.72), (at[0], y), arrowprops=style)

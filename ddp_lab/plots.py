@@ -7,13 +7,17 @@
     plot_ring         the ring all-reduce, step by step, with the bytes on each link
     plot_buckets      which parameters travel together, and in which order
     plot_memory       where memory goes, against the batch size
+    plot_hosts        which rank is on which host, and who talks to whom
+    plot_hosts        which rank is on which host, and who talks to whom
+    plot_hosts        which rank is on which host, and who talks to whom
+    plot_hosts        which rank is on which host, and who talks to whom
 
 They turn records into figures and know nothing of processes. Each returns a matplotlib
 figure; in a notebook, end the cell with ``plt.show()``.
 """
 
 from ddp_lab.curves import LiveCurve, plot_loss
-from ddp_lab.diagrams import plot_buckets, plot_memory, plot_shards
+from ddp_lab.diagrams import plot_buckets, plot_hosts, plot_memory, plot_shards
 from ddp_lab.drawing import RANK_COLOURS, rank_colour, save_picture, style
 from ddp_lab.messages import plot_collective, plot_ring
 
@@ -22,6 +26,7 @@ __all__ = [
     "LiveCurve",
     "plot_buckets",
     "plot_collective",
+    "plot_hosts",
     "plot_loss",
     "plot_memory",
     "plot_ring",

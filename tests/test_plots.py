@@ -9,12 +9,13 @@ from matplotlib.colors import to_hex
 from torch import nn
 
 from ddp_lab.by_hand import BucketDDP, assign_buckets, ring_all_reduce
-from ddp_lab.drawing import fill_colour, num_bytes_text
+from ddp_lab.drawing import INK, fill_colour, num_bytes_text
 from ddp_lab.messages import ring_steps
 from ddp_lab.plots import (
     RANK_COLOURS,
     plot_buckets,
     plot_collective,
+    plot_hosts,
     plot_loss,
     plot_memory,
     plot_ring,
@@ -127,6 +128,7 @@ PICTURES = {
     "ring": lambda: plot_ring(3 * 2**20),
     "memory": lambda: plot_memory(MEMORY, limit_bytes=100 * 2**20),
     "collective": collective,
+    "hosts": lambda: plot_hosts(2, 3),
 }
 
 
@@ -406,3 +408,51 @@ def test_titles_are_sentences_without_a_full_stop():
             *(a.get_title("left") for a in figure.axes),
         ):
             assert not re.search(r"[.;]$", title)
+
+
+# ---- hosts -----------------------------------------------------------------------
+
+
+def arrows(axes):
+    """Colour of the arrow that starts at each rank; the last one goes to rank 0."""
+    arrows = [text.arrow_patch for text in axes.texts if not text.get_text()]
+    return [to_hex(arrow.get_edgecolor()) for arrow in arrows]
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "ranks_per_host", "crossing"),
+    [
+        (2, 3, [2, 5]),
+        (3, 2, [1, 3, 5]),
+        (4, 1, [0, 1, 2, 3]),
+        (1, 4, []),
+        (2, 1, [0, 1]),
+    ],
+)
+def test_hosts_show_which_links_cross_the_network(num_hosts, ranks_per_host, crossing):
+    (axes,) = plot_hosts(num_hosts, ranks_per_host).axes
+    num_ranks = num_hosts * ranks_per_host
+    drawn = arrows(axes)
+    assert len(drawn) == num_ranks
+    assert [rank for rank, colour in enumerate(drawn) if colour == INK] == crossing
+    links = f"{len(crossing)} of the {num_ranks} links"
+    assert links in axes.get_title("left")
+
+
+def test_hosts_number_ranks_through_and_local_ranks_anew():
+    (axes,) = plot_hosts(2, 3).axes
+    cells = [text for text in texts(axes) if "local " in text and "\n" in text]
+    places = [(0, 0), (1, 1), (2, 2), (3, 0), (4, 1), (5, 2)]
+    assert cells == [f"rank {rank}\n(local {local})" for rank, local in places]
+    launchers = [text for text in texts(axes) if "torchrun" in text and "host " in text]
+    assert launchers[1:] == ["host 0: torchrun", "host 1: torchrun"]
+    assert fills(axes).count(shade(4)) == 1
+    (crowded,) = plot_hosts(2, 8).axes
+    assert "15\n(7)" in texts(crowded)
+
+
+@pytest.mark.parametrize(("num_hosts", "each"), [(5, 1), (0, 2), (2, 0), (2, 9)])
+def test_hosts_refuse_what_cannot_be_drawn(num_hosts, each):
+    with pytest.raises(ValueError, match="1 to 4 hosts, and up to 16 ranks"):
+        plot_hosts(num_hosts, each)
+    assert not pyplot.get_fignums()
