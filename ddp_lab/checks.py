@@ -19,6 +19,7 @@ from typing import Any
 from ddp_lab.errors import BadInput, CheckFailed, RankFailed, RanksStuck
 from ddp_lab.exercise import Exercise, Words, Wrong, tell
 from ddp_lab.exercises_data import DATA_EXERCISES
+from ddp_lab.exercises_hosts import HOST_EXERCISES
 from ddp_lab.exercises_model import MODEL_EXERCISES
 from ddp_lab.exercises_ranks import RANK_EXERCISES
 from ddp_lab.launch import launch
@@ -28,7 +29,12 @@ __all__ = ["EXERCISES", "check", "check_many", "describe"]
 
 EXERCISES: dict[str, Exercise] = {
     exercise.name: exercise
-    for exercise in (*RANK_EXERCISES, *MODEL_EXERCISES, *DATA_EXERCISES)
+    for exercise in (
+        *RANK_EXERCISES,
+        *MODEL_EXERCISES,
+        *DATA_EXERCISES,
+        *HOST_EXERCISES,
+    )
 }
 """Every exercise by its name, in the order of the course."""
 

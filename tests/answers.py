@@ -5,6 +5,7 @@
 
 import os
 import random
+import re
 from collections import defaultdict
 
 import torch
@@ -1145,3 +1146,236 @@ def _(wants_to_stop):
     flag = torch.tensor(int(wants_to_stop))
     dist.all_reduce(flag)
     return flag.item()
+
+
+# ---- torchrun_options ------------------------------------------------------------
+
+
+@right("torchrun_options")
+def _(hosts, ranks_per_host, port):
+    return [
+        *("--nnodes", str(len(hosts)), "--nproc-per-node", str(ranks_per_host)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0]}:{port}"),
+        *("--rdzv-id", "first"),
+    ]
+
+
+@right("torchrun_options")
+def _(hosts, ranks_per_host, port):
+    return (
+        f"--rdzv_id=7 --rdzv_endpoint={hosts[-1]}:{port} --rdzv_backend=c10d "
+        f"--nproc_per_node={ranks_per_host} --nnodes={len(hosts)} --max-restarts 3"
+    ).split()
+
+
+def _options(hosts, ranks_per_host, port, **changed):
+    """A right answer with some options changed, or left out if None."""
+    options = {
+        "nnodes": len(hosts),
+        "nproc-per-node": ranks_per_host,
+        "rdzv-backend": "c10d",
+        "rdzv-endpoint": f"{hosts[0]}:{port}",
+        "rdzv-id": "first",
+        **{name.replace("_", "-"): value for name, value in changed.items()},
+    }
+    return [f"--{name}={x}" for name, x in options.items() if x is not None]
+
+
+@wrong("torchrun_options", "--nproc-per-node is the number of ranks on one host")
+def _(hosts, ranks_per_host, port):  # of all hosts
+    return _options(hosts, ranks_per_host * len(hosts), port)
+
+
+@wrong("torchrun_options", "--nnodes is the number of hosts")
+def _(hosts, ranks_per_host, port):
+    return _options(hosts, ranks_per_host, port, nnodes=None)
+
+
+@wrong("torchrun_options", "--nnodes is the number of hosts")
+def _(hosts, ranks_per_host, port):  # the world size
+    return _options(hosts, ranks_per_host, port, nnodes=len(hosts) * ranks_per_host)
+
+
+@wrong("torchrun_options", "--rdzv-backend is c10d")
+def _(hosts, ranks_per_host, port):  # static: needs a rank of its own on each host
+    return _options(hosts, ranks_per_host, port, rdzv_backend=None)
+
+
+@wrong("torchrun_options", "--rdzv-endpoint is one of the hosts")
+def _(hosts, ranks_per_host, port):  # every host meets itself
+    return _options(hosts, ranks_per_host, port, rdzv_endpoint=f"localhost:{port}")
+
+
+@wrong("torchrun_options", "--rdzv-endpoint is one of the hosts")
+def _(hosts, ranks_per_host, port):  # without the port
+    return _options(hosts, ranks_per_host, port, rdzv_endpoint=hosts[0])
+
+
+@wrong("torchrun_options", "--rdzv-id names the job")
+def _(hosts, ranks_per_host, port):
+    return _options(hosts, ranks_per_host, port, rdzv_id=None)
+
+
+@wrong("torchrun_options", "there is no --standalone")
+def _(hosts, ranks_per_host, port):
+    return ["--standalone", *_options(hosts, ranks_per_host, port)]
+
+
+@wrong("torchrun_options", "torchrun understands all of them")
+def _(hosts, ranks_per_host, port):
+    return _options(hosts, ranks_per_host, port, num_hosts=len(hosts))
+
+
+@wrong("torchrun_options", "torchrun understands all of them")
+def _(hosts, ranks_per_host, port):
+    return ["torchrun", *_options(hosts, ranks_per_host, port)]
+
+
+@wrong("torchrun_options", "torchrun understands all of them")
+def _(hosts, ranks_per_host, port):
+    return ["--help"]
+
+
+@wrong("torchrun_options", "it is a list of texts")
+def _(hosts, ranks_per_host, port):
+    return " ".join(_options(hosts, ranks_per_host, port))
+
+
+@wrong("torchrun_options", "it is a list of texts")
+def _(hosts, ranks_per_host, port):
+    return ["--nnodes", len(hosts), "--nproc-per-node", ranks_per_host]
+
+
+# ---- places_from_slurm -----------------------------------------------------------
+
+
+@right("places_from_slurm")
+def _(tasks_per_node):
+    places, host = [], 0
+    for part in tasks_per_node.split(","):
+        number, _, times = part.partition("(x")
+        for _same in range(int(times.rstrip(")") or 1)):
+            places += [(host, local_rank) for local_rank in range(int(number))]
+            host += 1
+    return places
+
+
+@right("places_from_slurm")
+def _(tasks_per_node):
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node)
+    counts = [int(number) for number, times in found for _ in range(int(times or 1))]
+    return [[host, k] for host, count in enumerate(counts) for k in range(count)]
+
+
+def _slurm_counts(tasks_per_node):
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node)
+    return [int(number) for number, times in found for _ in range(int(times or 1))]
+
+
+@wrong("places_from_slurm", "one place for each task")
+def _(tasks_per_node):  # forgets (x3)
+    counts = [int(part.split("(")[0]) for part in tasks_per_node.split(",")]
+    return [(host, k) for host, count in enumerate(counts) for k in range(count)]
+
+
+@wrong("places_from_slurm", "one place for each task")
+def _(tasks_per_node):  # the first host only
+    return [(0, k) for k in range(int(tasks_per_node.split(",")[0].split("(")[0]))]
+
+
+@wrong("places_from_slurm", "start again from 0")
+def _(tasks_per_node):  # the rank for the local rank
+    counts = _slurm_counts(tasks_per_node)
+    hosts = [host for host, count in enumerate(counts) for _ in range(count)]
+    return list(zip(hosts, range(len(hosts)), strict=True))
+
+
+@wrong("places_from_slurm", "start again from 0")
+def _(tasks_per_node):  # local ranks from 1
+    counts = _slurm_counts(tasks_per_node)
+    return [(host, k + 1) for host, count in enumerate(counts) for k in range(count)]
+
+
+@wrong("places_from_slurm", "hosts count from 0")
+def _(tasks_per_node):
+    counts = _slurm_counts(tasks_per_node)
+    return [(host + 1, k) for host, count in enumerate(counts) for k in range(count)]
+
+
+@wrong("places_from_slurm", "host 1 has 3 of the tasks")
+def _(tasks_per_node):  # as if all hosts were like the first
+    counts = _slurm_counts(tasks_per_node)
+    return [divmod(rank, counts[0]) for rank in range(sum(counts))]
+
+
+@wrong("places_from_slurm", "ranks fill one host after the other")
+def _(tasks_per_node):  # one rank to each host in turn
+    counts = _slurm_counts(tasks_per_node)
+    places = [(host, k) for host, count in enumerate(counts) for k in range(count)]
+    return sorted(places, key=lambda place: place[1])
+
+
+@wrong("places_from_slurm", "pairs of whole numbers")
+def _(tasks_per_node):
+    return _slurm_counts(tasks_per_node)
+
+
+@wrong("places_from_slurm", "pairs of whole numbers")
+def _(tasks_per_node):
+    return dict(enumerate(_slurm_counts(tasks_per_node)))
+
+
+# ---- all_reduce_seconds ----------------------------------------------------------
+
+SENDS = "2 (n - 1) / n times"
+
+
+@right("all_reduce_seconds")
+def _(num_bytes, num_ranks, bits_per_s):
+    return 2 * (num_ranks - 1) / num_ranks * num_bytes * 8 / bits_per_s
+
+
+@right("all_reduce_seconds")
+def _(num_bytes, num_ranks, bits_per_s):
+    chunk_s = 8 * num_bytes / num_ranks / bits_per_s
+    return sum(chunk_s for phase in range(2) for step in range(num_ranks - 1))
+
+
+@wrong("all_reduce_seconds", "a byte has 8 bits")
+def _(num_bytes, num_ranks, bits_per_s):
+    return 2 * (num_ranks - 1) / num_ranks * num_bytes / bits_per_s
+
+
+@wrong("all_reduce_seconds", SENDS)
+def _(num_bytes, num_ranks, bits_per_s):  # the sums do not come back
+    return (num_ranks - 1) / num_ranks * num_bytes * 8 / bits_per_s
+
+
+@wrong("all_reduce_seconds", SENDS)
+def _(num_bytes, num_ranks, bits_per_s):  # every rank sends everything to every other
+    return (num_ranks - 1) * num_bytes * 8 / bits_per_s
+
+
+@wrong("all_reduce_seconds", "alone sends nothing")
+def _(num_bytes, num_ranks, bits_per_s):  # only right for two
+    return 2 * (num_ranks - 1 or 1) / num_ranks * num_bytes * 8 / bits_per_s
+
+
+@wrong("all_reduce_seconds", SENDS)
+def _(num_bytes, num_ranks, bits_per_s):  # for two ranks, whatever there are
+    return num_bytes * 8 / bits_per_s
+
+
+@wrong("all_reduce_seconds", SENDS)
+def _(num_bytes, num_ranks, bits_per_s):  # in and out one after the other
+    return 4 * (num_ranks - 1) / num_ranks * num_bytes * 8 / bits_per_s
+
+
+@wrong("all_reduce_seconds", SENDS)
+def _(num_bytes, num_ranks, bits_per_s):
+    return 2 * (num_ranks - 1) // num_ranks * num_bytes * 8 / bits_per_s
+
+
+@wrong("all_reduce_seconds", SENDS)
+def _(num_bytes, num_ranks, bits_per_s):
+    return f"{2 * (num_ranks - 1) / num_ranks * num_bytes * 8 / bits_per_s} s"

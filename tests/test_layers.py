@@ -38,6 +38,7 @@ FLOORS = [
         "drawing",
         "exercise",
         "exercises_data",
+        "exercises_hosts",
         "exercises_model",
         "exercises_ranks",
         "loop",
