@@ -63,16 +63,28 @@ class TrainConfig:
     """Images that one optimiser step sees, summed over all ranks."""
     micro_batch_size: int | None = None
     """Images a rank holds at once; accumulates up to its share (None: all of it)."""
+    drop_last: bool = True
+    """Leave out an epoch's last images, which do not fill a global batch."""
     lr: float = 0.02
     """Learning rate; under onecycle its peak."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Multiply lr by GLOBAL_BATCH_SIZE / LR_BATCH_SIZE, or by its square root."""
+    lr_batch_size: int = 64
+    """The global batch size that lr was chosen for; lr_scaling starts from it."""
+    warmup_epochs: float = 0.0
+    """Epochs over which the rate rises to its full value, from the unscaled lr."""
     momentum: float = 0.9
     """Momentum of SGD, from 0 to below 1."""
     weight_decay: float = 5e-4
     """L2 penalty on all parameters, as SGD applies it."""
     nesterov: bool = True
     """Nesterov momentum instead of the classical one."""
-    schedule: Literal["constant", "onecycle"] = "onecycle"
-    """Learning rate over the run; onecycle: up for 30 % of the steps, then to 0."""
+    clip_grad_norm: float | None = None
+    """Largest norm of the averaged gradient; a longer one is shortened (None: off)."""
+    schedule: Literal["constant", "cosine", "onecycle"] = "onecycle"
+    """Rate over the run; cosine: down to 0; onecycle: up for 30 %, then to 0."""
+    precision: Literal["float32", "float64"] = "float32"
+    """Of weights and arithmetic; float64 is slow, and for proofs."""
     seed: int = 0
     """Decides initial weights, order of the images and augmentation."""
 
@@ -89,6 +101,14 @@ class TrainConfig:
     """Folder for this run's files (None: runs/DATASET-MODEL-TIME)."""
     resume: Path | None = None
     """Folder of a run to go on with, from its checkpoint and with its settings."""
+    auto_resume: bool = False
+    """Go on with the run in OUT if there is one; implied when a launcher restarts."""
+    resume_anyway: bool = False
+    """Insist on going on, although settings differ from the checkpoint's."""
+    checkpoint_every: int | None = None
+    """Optimiser steps between checkpoints (None: only one after each epoch)."""
+    keep_checkpoints: int = 2
+    """How many checkpoints to keep: the newest, and those before it."""
     log_every: int = 1
     """Optimiser steps between lines of history.jsonl, which average over them."""
 
@@ -100,11 +120,19 @@ class TrainConfig:
                 raise BadInput(
                     f"{field.name} {value!r} is unknown: choose {_one_of(allowed)}"
                 )
-        for name in ("epochs", "global_batch_size", "image_size", "log_every"):
+        for name in (
+            "epochs",
+            "global_batch_size",
+            "image_size",
+            "keep_checkpoints",
+            "log_every",
+            "lr_batch_size",
+        ):
             self._check(name, getattr(self, name) >= 1, "1 or more")
         for name in (
             "limit_train",
             "limit_test",
+            "checkpoint_every",
             "micro_batch_size",
             "num_ranks",
             "num_threads",
@@ -115,11 +143,21 @@ class TrainConfig:
             self._check(name, getattr(self, name) >= 0, "0 or more")
         self._check("lr", math.isfinite(self.lr) and self.lr > 0, "a positive number")
         self._check("momentum", 0 <= self.momentum < 1, "at least 0 and below 1")
+        for name in ("weight_decay", "warmup_epochs"):
+            value = getattr(self, name)
+            self._check(
+                name, math.isfinite(value) and value >= 0, "0 or a positive number"
+            )
+        if self.clip_grad_norm is not None:
+            self._check("clip_grad_norm", self.clip_grad_norm > 0, "a positive number")
         self._check(
-            "weight_decay",
-            math.isfinite(self.weight_decay) and self.weight_decay >= 0,
-            "0 or a positive number",
+            "warmup_epochs", self.warmup_epochs <= self.epochs, "at most the epochs"
         )
+        if self.schedule == "onecycle" and self.warmup_epochs:
+            raise BadInput(
+                "warmup_epochs: the schedule onecycle warms up by itself; use "
+                "--schedule cosine or constant"
+            )
         if self.nesterov and self.momentum == 0:
             raise BadInput("nesterov needs a momentum above 0: use --no-nesterov")
         if self.std is not None:
@@ -156,6 +194,19 @@ class TrainConfig:
             )
         micro = micro or total // world_size
         return micro, total // (world_size * micro)
+
+    @property
+    def scaled_lr(self) -> float:
+        """The learning rate for this global batch, by the rule of ``lr_scaling``.
+
+        Source: linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD: Training
+        ImageNet in 1 Hour" (https://arxiv.org/abs/1706.02677), section 2.1; square
+        root: Krizhevsky 2014, "One weird trick for parallelizing convolutional neural
+        networks" (https://arxiv.org/abs/1404.5997).
+        """
+        ratio = self.global_batch_size / self.lr_batch_size
+        power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[self.lr_scaling]
+        return float(self.lr * ratio**power)
 
     def to_json(self) -> dict[str, Any]:
         """Plain strings, numbers and lists, as ``config.json`` holds them."""
@@ -213,6 +264,7 @@ RECIPES: dict[str, TrainConfig] = {
         epochs=20,
         global_batch_size=1024,
         lr=0.002,
+        lr_batch_size=1024,
         momentum=0.9,
         weight_decay=1e-4,
         nesterov=True,
@@ -228,6 +280,7 @@ RECIPES: dict[str, TrainConfig] = {
         epochs=3,
         global_batch_size=128,
         lr=0.05,
+        lr_batch_size=128,
         momentum=0.9,
         weight_decay=5e-4,
         nesterov=True,

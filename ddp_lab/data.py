@@ -3,8 +3,9 @@
 Every rank holds (or shares) the whole data set and picks its own part by *index*:
 
 - training: `DistributedSampler` shuffles 0 .. N-1 alike on all ranks and gives rank r
-  every W-th index from r on. The last few that do not fill a global batch are dropped,
-  so the k-th global batch is the same set of samples for every W that divides it.
+  every W-th index from r on. The k-th global batch is then the same set of samples for
+  every W that divides it. The last few, which do not fill one, are left out, or with
+  ``drop_last`` off make a smaller one, in which ranks can have different numbers.
 - evaluation: `shard_indices`, every W-th index and no padding, so that each sample is
   counted exactly once.
 
@@ -17,6 +18,8 @@ height and width in pixels.
 """
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,13 +27,14 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ddp_lab.config import TrainConfig, Triple, mix_seed
+from ddp_lab.config import TrainConfig, mix_seed
 from ddp_lab.datasets import ImageSet, ImagesInMemory, ImagesOnDisk
 from ddp_lab.errors import BadInput
 from ddp_lab.world import World
 
 __all__ = [
     "Batches",
+    "TrainSampler",
     "augment",
     "draw_augmentation",
     "eval_loader",
@@ -57,25 +61,27 @@ class Batches:
     """This rank's batches of one epoch, ready on its device.
 
     Iterating yields pairs of images, float32 (n, C, H, W), normalised, and labels,
-    int64 (n,), with n the micro-batch size (less in an evaluation's last batch).
+    int64 (n,), with n the micro-batch size. The last ones may be smaller, or empty when
+    ``num_batches`` is more than there are: all ranks must do the same number.
     """
 
     def __init__(
         self,
         split: ImagesInMemory | ImagesOnDisk,
-        indices: "DistributedSampler[Any] | range",
+        indices: "TrainSampler | range",
         batch_size: int,
         finish: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor],
         *,
         device: torch.device,
         num_workers: int,
-        drop_last: bool,
+        num_batches: int,
     ) -> None:
         self.epoch = 0
         self.device = device
         self.batch_size = batch_size
         self.indices = indices
-        self.drop_last = drop_last
+        self.num_batches = num_batches
+        self._skip = 0
         self._finish = finish  # (uint8 images, sample indices, epoch) -> float images
         self._loader: DataLoader[Any] | None = None
         if isinstance(split, ImagesInMemory):
@@ -87,31 +93,42 @@ class Batches:
                 batch_size=batch_size,
                 sampler=indices,
                 num_workers=num_workers,
-                drop_last=drop_last,
+                drop_last=num_batches * batch_size <= len(indices),
                 pin_memory=device.type == "cuda",
                 persistent_workers=num_workers > 0,
             )
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, 0 or more, whose order and augmentation come next."""
+    def set_epoch(self, epoch: int, skip: int = 0) -> None:
+        """Choose the epoch, 0 or more, whose order and augmentation come next.
+
+        Args:
+            epoch: 0 or more.
+            skip: batches at its beginning that are done already; they are not loaded.
+        """
         self.epoch = epoch
-        if isinstance(self.indices, DistributedSampler):
+        self._skip = skip
+        if isinstance(self.indices, TrainSampler):
             self.indices.set_epoch(epoch)
+            self.indices.skip = skip * self.batch_size
 
     def __len__(self) -> int:
-        whole, rest = divmod(len(self.indices), self.batch_size)
-        return whole if self.drop_last or not rest else whole + 1
+        return self.num_batches
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for images, labels, samples in self._raw():
+        left = self.num_batches - self._skip
+        for images, labels, samples in itertools.islice(self._raw(), left):
             yield self._finish(images, samples, self.epoch), labels
+            left -= 1
+        for _ in range(left):  # our share is used up, another rank's is not
+            none = torch.empty(0, dtype=torch.int64, device=self.device)
+            images = torch.empty(0, 3, 1, 1, dtype=torch.uint8, device=self.device)
+            yield self._finish(images, none.cpu(), self.epoch), none
 
     def _raw(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """uint8 images (n, C, H, W) and labels (n,) on the device, sample indices."""
         if self._loader is None:
             order = torch.tensor(list(self.indices), dtype=torch.int64)
-            for k in range(len(self)):
-                samples = order[k * self.batch_size : (k + 1) * self.batch_size]
+            for samples in order.split(self.batch_size) if len(order) else ():
                 here = samples.to(self.device)
                 yield self._images[here], self._labels[here], samples
             return
@@ -128,10 +145,35 @@ class Batches:
             raise BadInput(message.split("BadInput: ")[-1]) from None
 
 
+class TrainSampler(DistributedSampler[Any]):
+    """`DistributedSampler`, without its padding, and able to begin in mid-epoch.
+
+    With ``drop_last`` off torch's sampler repeats a few samples, so that all ranks have
+    the same number. Here nobody sees a sample twice, and ranks may differ by one.
+    """
+
+    skip = 0  # samples of this rank at the epoch's beginning that are done already
+
+    def __iter__(self) -> Iterator[Any]:
+        order = list(super().__iter__())
+        return iter(order[self.skip : self._num_real])
+
+    def __len__(self) -> int:
+        return self._num_real - self.skip
+
+    @property
+    def _num_real(self) -> int:
+        """How many samples of this rank are no repetitions."""
+        if self.drop_last:
+            return self.num_samples
+        num_samples = len(self.dataset)  # type: ignore[arg-type]
+        return len(shard_indices(num_samples, self.rank, self.num_replicas))
+
+
 def train_loader(
     data: ImageSet, config: TrainConfig, world: World, batch_size: int
 ) -> Batches:
-    """Make this rank's training batches: shuffled, augmented, whole ones only.
+    """Make this rank's training batches: shuffled and augmented.
 
     Args:
         data: the data set, the same on all ranks.
@@ -149,15 +191,15 @@ def train_loader(
     def finish(images: torch.Tensor, samples: torch.Tensor, epoch: int) -> torch.Tensor:
         if config.crop_padding or config.flip:
             images = augment(images, draws_of(epoch)[samples], config.crop_padding)
-        return _normalise(images, data.mean, data.std, config.image_size)
+        return _normalise(images, data, config)
 
-    sampler: DistributedSampler[Any] = DistributedSampler(
+    sampler = TrainSampler(
         data.train,  # type: ignore[arg-type]  # only its length is used
         num_replicas=world.world_size,
         rank=world.rank,
         shuffle=True,
         seed=config.seed,
-        drop_last=True,
+        drop_last=config.drop_last,
     )
     return Batches(
         data.train,
@@ -166,7 +208,11 @@ def train_loader(
         finish,
         device=world.device,
         num_workers=config.num_workers,
-        drop_last=True,
+        num_batches=(
+            len(sampler) // batch_size
+            if config.drop_last
+            else math.ceil(math.ceil(len(data.train) / world.world_size) / batch_size)
+        ),
     )
 
 
@@ -180,16 +226,17 @@ def eval_loader(
     """
 
     def finish(images: torch.Tensor, _: torch.Tensor, __: int) -> torch.Tensor:
-        return _normalise(images, data.mean, data.std, config.image_size)
+        return _normalise(images, data, config)
 
+    shard = shard_indices(len(data.test), world.rank, world.world_size)
     return Batches(
         data.test,
-        shard_indices(len(data.test), world.rank, world.world_size),
+        shard,
         batch_size,
         finish,
         device=world.device,
         num_workers=config.num_workers,
-        drop_last=False,
+        num_batches=math.ceil(len(shard) / batch_size),
     )
 
 
@@ -238,13 +285,15 @@ def augment(
 
 
 def _normalise(
-    images: torch.Tensor, mean: Triple, std: Triple, image_size: int
+    images: torch.Tensor, data: ImageSet, config: TrainConfig
 ) -> torch.Tensor:
-    """uint8 0 .. 255 to float32 with about mean 0 and variance 1 a channel."""
+    """uint8 0 .. 255 to floats with about mean 0 and variance 1 a channel."""
+    size = (config.image_size, config.image_size)
     floats = images.to(torch.float32)
-    if images.shape[-1] != image_size:
-        size = (image_size, image_size)
+    if not len(images):
+        floats = floats.new_empty(0, 3, *size)
+    elif images.shape[-2:] != size:
         floats = F.interpolate(floats, size, mode="bilinear", antialias=True)
-    offset = torch.tensor(mean, device=images.device).view(3, 1, 1) * 255
-    scale = torch.tensor(std, device=images.device).view(3, 1, 1) * 255
-    return floats.sub_(offset).div_(scale)
+    offset = torch.tensor(data.mean, device=images.device).view(3, 1, 1) * 255
+    scale = torch.tensor(data.std, device=images.device).view(3, 1, 1) * 255
+    return floats.sub_(offset).div_(scale).to(getattr(torch, config.precision))

@@ -8,6 +8,7 @@
         ├── RanksStuck        ranks wait for each other and cannot go on
         ├── RanksDisagree     the ranks were about to train different things
         ├── Diverged          the loss became NaN or infinite
+        ├── Stopped           a signal asked the run to stop; it is saved
         └── CheckFailed       a learner's function does not do what the exercise asks
 
 ``python -m ddp_lab.train`` prints the message of a `LabError` as one line, without a
@@ -28,6 +29,7 @@ __all__ = [
     "RankFailed",
     "RanksDisagree",
     "RanksStuck",
+    "Stopped",
 ]
 
 
@@ -137,6 +139,15 @@ class RanksDisagree(LabError):
 
 class Diverged(LabError):
     """The loss is no longer a finite number, so training on makes no sense."""
+
+
+class Stopped(LabError):
+    """A signal asked the run to stop: it is saved, and can go on where it was.
+
+    The exit status is EX_TEMPFAIL of sysexits.h: not done, run it again.
+    """
+
+    exit_status = 75
 
 
 class CheckFailed(LabError):

@@ -23,16 +23,18 @@ from ddp_lab import checkpoint
 from ddp_lab.config import TrainConfig, mix_seed
 from ddp_lab.data import Batches, eval_loader, train_loader
 from ddp_lab.datasets import ImageSet, load_dataset_together
-from ddp_lab.errors import Diverged
+from ddp_lab.errors import BadInput, Diverged, Stopped
 from ddp_lab.inside import send_record
 from ddp_lab.model import build_model
+from ddp_lab.preempt import StopRequest, name_signal
 from ddp_lab.progress import Progress, ProgressStyle
 from ddp_lab.record import Run
+from ddp_lab.resume import find_newest, open_run
 from ddp_lab.training import (
     Training,
     check_fits,
+    check_resumable,
     fingerprint,
-    open_run,
     start_training,
 )
 from ddp_lab.world import (
@@ -43,7 +45,14 @@ from ddp_lab.world import (
     sum_over_ranks,
 )
 
-__all__ = ["evaluate", "fit", "fit_on_rank", "train_step"]
+__all__ = [
+    "count_steps",
+    "evaluate",
+    "fit",
+    "fit_on_rank",
+    "train_epoch",
+    "train_step",
+]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -52,15 +61,22 @@ def train_step(
     model: DistributedDataParallel,
     batches: Iterator[Batch],
     optimizer: torch.optim.Optimizer,
+    num_samples: int,
+    *,
     num_micro_batches: int = 1,
+    clip_grad_norm: float | None = None,
 ) -> torch.Tensor:
     """Do one optimiser step on one global batch.
 
     Args:
         model: the wrapped model. Its backward pass averages the gradients over ranks.
-        batches: this rank's micro-batches, images (n, C, H, W) and labels (n,).
+        batches: this rank's micro-batches, images (n, C, H, W) and labels (n,); n may
+            differ between ranks, and be 0.
         optimizer: of the model's parameters.
-        num_micro_batches: how many of them to accumulate gradients over.
+        num_samples: how many the global batch has, on all ranks together.
+        num_micro_batches: how many of them to accumulate gradients over; the same on
+            all ranks.
+        clip_grad_norm: the largest norm that the averaged gradient may have.
 
     Returns:
         This rank's tally of the step.
@@ -69,6 +85,9 @@ def train_step(
     whatever ``num_micro_batches`` is.
     """
     optimizer.zero_grad()
+    # The loss to minimise is the mean over the global batch. DDP takes the mean over
+    # ranks, so each rank's part is its sum, times ranks, over samples of all ranks.
+    weight = dist.get_world_size() / num_samples
     tallies = []
     for k in range(1, num_micro_batches + 1):
         images, labels = next(batches)
@@ -76,9 +95,11 @@ def train_step(
         last = k == num_micro_batches
         with contextlib.nullcontext() if last else model.no_sync():
             scores = model(images)  # (n, K)
-            loss = F.cross_entropy(scores, labels)
-            (loss / num_micro_batches).backward()
-        tallies.append(_tally(scores, labels, loss))
+            loss_sum = F.cross_entropy(scores, labels, reduction="sum")
+            (loss_sum * weight).backward()
+        tallies.append(_tally(scores, labels, loss_sum))
+    if clip_grad_norm is not None:  # of the run's gradient, the same on all ranks
+        nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
     optimizer.step()
     return torch.stack(tallies).sum(0)
 
@@ -109,7 +130,9 @@ def evaluate(
     tally = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in batches:
         scores = model(images)
-        tally += _tally(scores, labels, F.cross_entropy(scores, labels))
+        tally += _tally(
+            scores, labels, F.cross_entropy(scores, labels, reduction="sum")
+        )
     model.train()
     loss_sum, num_correct, num_samples = sum_over_ranks(tally).tolist()
     return {
@@ -121,40 +144,36 @@ def evaluate(
 
 
 def _tally(
-    scores: torch.Tensor, labels: torch.Tensor, mean_loss: torch.Tensor
+    scores: torch.Tensor, labels: torch.Tensor, loss_sum: torch.Tensor
 ) -> torch.Tensor:
     """Loss summed over samples, correct predictions, samples: float64 (3,)."""
     correct = (scores.detach().argmax(dim=1) == labels).sum()
     count = torch.tensor(len(labels), device=labels.device)
-    return torch.stack([mean_loss.detach().double() * count, correct, count])
+    return torch.stack([loss_sum.detach().double(), correct, count])
 
 
 def fit_on_rank(
     config: TrainConfig,
     folder: Path | None,
     data: ImageSet | None = None,
+    stop_flag: torch.Tensor | None = None,
     *,
-    progress: ProgressStyle = "lines",
+    progress: ProgressStyle = "none",
 ) -> dict[str, Any]:
-    """Be one rank of a training run, from joining the world to leaving it.
+    """Join the other ranks, load the data unless given, and `fit`.
 
     Args:
-        config: the settings of the run.
-        folder: where rank 0 writes the run's files (None: nowhere).
-        data: the data set, if the parent has loaded it already.
-        progress: how rank 0 reports.
+        stop_flag: see `StopRequest`: the parent's, in shared memory.
 
-    Returns:
-        See `fit`.
-
-    **Collective**: every rank of the run calls it, with the same arguments.
+    **Collective**: all ranks must call it.
     """
-    if config.num_threads is not None:
+    if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    with join_world(device=config.device) as world:
+    request = StopRequest(stop_flag)
+    with request.on_signals(), join_world(device=config.device) as world:
         if data is None:
             data = load_dataset_together(config, world)
-        return fit(config, data, world, folder, progress=progress)
+        return fit(config, data, world, folder, progress=progress, request=request)
 
 
 def fit(
@@ -164,15 +183,18 @@ def fit(
     folder: Path | None = None,
     *,
     progress: ProgressStyle = "none",
+    request: StopRequest | None = None,
 ) -> dict[str, Any]:
     """Train a classifier on all ranks and evaluate it after each epoch.
 
     Args:
-        config: the settings of the run; ``config.resume`` goes on with that folder.
+        config: the settings of the run; ``resume`` goes on with what is in the folder,
+            ``auto_resume`` does if there is something.
         data: the data set, the same on all ranks.
         world: this rank.
         folder: where rank 0 writes the run's files (None: nowhere).
         progress: how rank 0 reports.
+        request: whether to stop early; one rank's is enough.
 
     Returns:
         ``loss``, ``accuracy``, ``num_correct`` and ``num_samples`` of the last
@@ -180,9 +202,11 @@ def fit(
         ``images_per_s`` of training, all ranks together. Times are each rank's own.
 
     Raises:
-        BadInput: the settings do not fit the data or the number of ranks.
+        BadInput: the settings do not fit the data, the number of ranks or the
+            checkpoint; or the disk is full.
         RanksDisagree: the ranks were given different models, data or settings.
         Diverged: the loss became NaN or infinite; the last checkpoint is from before.
+        Stopped: ``request`` asked for it; there is a checkpoint of this step.
 
     **Collective**: all ranks must call it.
     """
@@ -190,33 +214,38 @@ def fit(
     micro, num_micro_batches = config.batches(world.world_size)
     train = train_loader(data, config, world, micro)
     test = eval_loader(data, config, world, micro)
-    steps_per_epoch = len(train) // num_micro_batches
+    steps_per_epoch = count_steps(config, len(data.train))
     model = build_model(config, len(data.classes))
-    check_same(fingerprint(config, data, model, steps_per_epoch), world.device)
+    check_same(fingerprint(config, data, model, len(train)), world.device)
     training = start_training(config, model, world, steps_per_epoch)
-    run = open_run(config, world, folder, training.step)
+    found = None
+    if folder is not None and (config.resume is not None or config.auto_resume):
+        found = find_newest(folder, world)
+        if found is None and config.resume is not None:
+            raise BadInput(f"resume {folder}: there is no checkpoint in it yet")
+    if found is not None:
+        insisted = check_resumable(config, found.state, data)
+        training.load(found.state, config, steps_per_epoch)
+    run = open_run(config, world, folder, found)
 
+    done = training.epoch * steps_per_epoch + training.steps_into_epoch(config)
     report = Progress(
-        "none" if world.rank else progress,
-        config.epochs,
-        steps_per_epoch,
-        training.step,
+        "none" if world.rank else progress, config.epochs, steps_per_epoch, done
     )
     report.say(_opening(config, world, micro, num_micro_batches, steps_per_epoch))
+    if found is not None:
+        report.say(_going_on(training, insisted))
     result = None
     try:
         for epoch in range(training.epoch + 1, config.epochs + 1):
-            started = time.perf_counter()
-            train.set_epoch(epoch - 1)
-            tally = torch.zeros(3, dtype=torch.float64)
-            for line, part in _train_epoch(
-                training, train, epoch, steps_per_epoch, num_micro_batches, config, run
+            for line in train_epoch(
+                training, train, config, data, run=run, request=request
             ):
-                tally += part
                 report.step(line)
-            training.train_s += time.perf_counter() - started
+            started = time.perf_counter()
             result = evaluate(training.model.module, test, world.device)
-            training.epoch = epoch
+            means = _means(training.tally)
+            training.epoch, training.tally = epoch, [0.0, 0.0, 0.0]
             training.time_s += time.perf_counter() - started
             eval_line = {
                 "kind": "eval",
@@ -225,10 +254,11 @@ def fit(
                 **result,
             }
             _record(eval_line, run)
-            if run:
-                checkpoint.save(run.checkpoint_file, training.state(config))
-            rate = training.step * config.global_batch_size / training.train_s
-            report.epoch(_means(tally), eval_line, rate)
+            _save(training, config, data, run)
+            rate = training.samples / training.train_s
+            report.epoch(means, eval_line, rate)
+            if epoch < config.epochs:
+                _stop_if_asked(_asked(request, world), training, epoch, run)
     finally:
         report.close()
     if result is None:  # resumed at the end of its last epoch
@@ -237,55 +267,139 @@ def fit(
         **result,
         "epochs": training.epoch,
         "time_s": training.time_s,
-        "images_per_s": training.step * config.global_batch_size / training.train_s,
+        "images_per_s": training.samples / training.train_s,
     }
 
 
-def _train_epoch(
+def count_steps(config: TrainConfig, num_train: int) -> int:
+    """Optimiser steps of an epoch, the same for every number of ranks."""
+    whole, rest = divmod(num_train, config.global_batch_size)
+    return whole if config.drop_last or not rest else whole + 1
+
+
+def train_epoch(
     training: Training,
     train: Batches,
-    epoch: int,
-    steps_per_epoch: int,
-    num_micro_batches: int,
     config: TrainConfig,
-    run: Run | None,
-) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """Train for one epoch; yield a line of the history and its tally at each log point.
+    data: ImageSet,
+    *,
+    run: Run | None = None,
+    request: StopRequest | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Train to the end of the epoch under way, from wherever it is in it.
 
-    The ranks exchange their tallies at log points only, one all-gather each.
+    Yields a line of the history at each log point. There, and only there, the ranks
+    exchange what they counted and whether they were asked to stop: one all-gather.
+
+    Args:
+        training: goes on, and is brought up to date before each line.
+        train: this rank's batches.
+        config: the settings of the run.
+        data: the data set.
+        run: rank 0's, None elsewhere.
+        request: whether to stop early.
+
+    Raises:
+        Diverged, Stopped: on all ranks together, see `fit`.
+
+    **Collective**: all ranks must exhaust it, or stop after the same line.
     """
+    epoch = training.epoch + 1
+    num_samples = len(data.train)
+    steps_per_epoch = count_steps(config, num_samples)
+    _, num_micro_batches = config.batches(dist.get_world_size())
+    first = training.steps_into_epoch(config)
+    train.set_epoch(epoch - 1, skip=first * num_micro_batches)
     batches = iter(train)
     tallies: list[torch.Tensor] = []  # this rank's, of the steps since the last line
-    started = lap = time.perf_counter()
-    for k in range(1, steps_per_epoch + 1):
+    lap = time.perf_counter()
+    for k in range(first + 1, steps_per_epoch + 1):
         lr = training.schedule.get_last_lr()[0]
         # dropout: other units on each rank, the same again in a resumed run
         torch.manual_seed(mix_seed(config.seed, training.step, dist.get_rank()))
+        done = (k - 1) * config.global_batch_size
+        left = len(train) - (k - 1) * num_micro_batches
         tallies.append(
-            train_step(training.model, batches, training.optimizer, num_micro_batches)
+            train_step(
+                training.model,
+                batches,
+                training.optimizer,
+                min(config.global_batch_size, num_samples - done),
+                num_micro_batches=min(num_micro_batches, left),
+                clip_grad_norm=config.clip_grad_norm,
+            )
         )
         training.schedule.step()
         training.step += 1
-        if k % config.log_every and k < steps_per_epoch:
+        save = bool(config.checkpoint_every) and not (
+            training.step % (config.checkpoint_every or 1)
+        )
+        if k % config.log_every and not save and k < steps_per_epoch:
             continue
-        rows = gather_over_ranks(torch.stack(tallies)).cpu()  # (W, steps, 3)
+        rows, asked = _exchange(tallies, request)
         _check_finite(rows, training.step, epoch, run)
         now = time.perf_counter()
         total = rows.sum((0, 1))
+        training.time_s += now - lap
+        training.train_s += now - lap
+        training.samples += int(total[2].item())
+        training.tally = (torch.tensor(training.tally).double() + total).tolist()
         line = {
             "kind": "step",
             "epoch": epoch,
             "step": training.step,
-            **_means(total),
+            **_means(total.tolist()),
             "lr": lr,
             "images_per_s": total[2].item() / (now - lap),
-            "time_s": training.time_s + now - started,
-            "local": [_means(row) for row in rows.sum(1)],
+            "time_s": training.time_s,
+            "local": [_means(row) for row in rows.sum(1).tolist()],
         }
         _record(line, run)
-        yield line, total
+        if (save or asked) and k < steps_per_epoch:
+            _save(training, config, data, run)
+        yield line
+        if k < steps_per_epoch:  # else the epoch is over, and about to be saved anyway
+            _stop_if_asked(asked, training, epoch, run)
         tallies.clear()
-        lap = now
+        lap = time.perf_counter()
+
+
+def _exchange(
+    tallies: list[torch.Tensor], request: StopRequest | None
+) -> tuple[torch.Tensor, int]:
+    """Every rank's tallies (W, steps, 3), and the number of the signal to stop by."""
+    asked = torch.zeros_like(tallies[0])
+    asked[0] = request.signal_number if request else 0
+    rows = gather_over_ranks(torch.stack([*tallies, asked])).cpu()
+    return rows[:, :-1], int(rows[:, -1].max().item())
+
+
+def _asked(request: StopRequest | None, world: World) -> int:
+    """The number of the signal that some rank was told to stop by, or 0."""
+    number = request.signal_number if request else 0
+    votes = gather_over_ranks(torch.tensor([number], device=world.device))
+    return int(votes.max().item())
+
+
+def _stop_if_asked(asked: int, training: Training, epoch: int, run: Run | None) -> None:
+    """Stop all ranks, which know from each other that one was asked to."""
+    if not asked:
+        return
+    dist.barrier()  # nobody leaves before rank 0 has saved
+    where = f"; go on with --resume {run.folder}" if run else ""
+    raise Stopped(
+        f"stopped by {name_signal(asked)} after step {training.step}, in epoch "
+        f"{epoch}{where}"
+    )
+
+
+def _save(
+    training: Training, config: TrainConfig, data: ImageSet, run: Run | None
+) -> None:
+    if run:
+        checkpoint.save(
+            run.folder, training.state(config, data), keep=config.keep_checkpoints
+        )
 
 
 def _record(line: dict[str, Any], run: Run | None) -> None:
@@ -296,8 +410,10 @@ def _record(line: dict[str, Any], run: Run | None) -> None:
         send_record(**line)
 
 
-def _means(tally: torch.Tensor) -> dict[str, float]:
-    loss_sum, num_correct, num_samples = tally.tolist()
+def _means(tally: list[float]) -> dict[str, float]:
+    """Loss and accuracy a sample; 0 where a rank had none in a last, small batch."""
+    loss_sum, num_correct, num_samples = tally
+    num_samples = max(num_samples, 1)
     return {"loss": loss_sum / num_samples, "accuracy": num_correct / num_samples}
 
 
@@ -309,8 +425,8 @@ def _check_finite(rows: torch.Tensor, step: int, epoch: int, run: Run | None) ->
         return
     where = step - len(losses) + 1 + bad[0]
     kept = ""
-    if run and run.checkpoint_file.exists():
-        kept = f"; {run.checkpoint_file} is from before, after epoch {epoch - 1}"
+    if run and (steps := checkpoint.saved_steps(run.folder)):
+        kept = f"; {run.checkpoint_file} is from before, after step {steps[0]}"
     raise Diverged(
         f"the loss became {losses[bad[0]].item()} at step {where}, in epoch {epoch}: "
         f"try a lower --lr{kept}"
@@ -331,3 +447,8 @@ def _opening(
         f"({world.backend}), {micro} images a rank{accumulated} = global batch "
         f"{config.global_batch_size}, {steps_per_epoch} steps an epoch"
     )
+
+
+def _going_on(training: Training, insisted: list[str]) -> str:
+    also = f", with another {', another '.join(insisted)}" if insisted else ""
+    return f"going on after step {training.step}, in epoch {training.epoch + 1}{also}"

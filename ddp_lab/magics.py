@@ -374,7 +374,7 @@ def _state(exit_code: int | None) -> str:
 def _memory_mb(pid: int) -> str:
     """What a process holds in memory, with what it shares with others."""
     try:
-        import psutil  # type: ignore[import-untyped]  # comes with ipykernel
+        import psutil
 
         return f"{psutil.Process(pid).memory_info().rss / 2**20:.0f}"
     except Exception:

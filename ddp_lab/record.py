@@ -2,10 +2,12 @@
 
     runs/NAME/
         config.json       every setting of the run, recipe and flags resolved
-        environment.json  versions, device, backend, world size, git revision
+        environment.json  versions, device, backend, world size, git revision; and
+                          under "resumed" the same for each time that it went on
         history.jsonl     one JSON object a line: "step" and "eval" records
         loss.png          the loss curve
         checkpoint.pt     the newest checkpoint
+        checkpoint-00000120.pt    the last few, by optimiser step
 
 Rank 0 writes; anybody reads: ``Run.open("runs/NAME").history.steps``.
 """
@@ -109,7 +111,7 @@ class Run:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(run.environment_file, _pretty(environment))
-            write_atomically(run.config_file, _pretty(config.to_json()))
+            run.write_config(config)
             run.history_file.touch()
         except OSError as error:
             raise BadInput(f"out {folder}: {error.strerror}; choose another") from error
@@ -127,6 +129,10 @@ class Run:
         except (OSError, ValueError, TypeError) as error:
             raise BadInput(f"{self.config_file} cannot be read: {error}") from error
 
+    def write_config(self, config: TrainConfig) -> None:
+        """Write down the settings of the run."""
+        write_atomically(self.config_file, _pretty(config.to_json()))
+
     @property
     def environment(self) -> dict[str, Any]:
         """What `describe_environment` said when the run started."""
@@ -136,27 +142,46 @@ class Run:
     @property
     def history(self) -> History:
         """What was written so far; a last line that is still incomplete is left out."""
-        return History(list(self._read_lines()))
+        return History(list(_parse_lines(self.history_file.read_text())))
 
     def append(self, line: dict[str, Any]) -> None:
         """Add one line to the history. Rank 0 only."""
-        with self.history_file.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with self.history_file.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise BadInput(
+                f"cannot write to {self.history_file}: {error.strerror}; make room and "
+                f"go on with --resume {self.folder}"
+            ) from error
 
-    def cut_history(self, step: int) -> None:
-        """Forget what was written after this optimiser step. Rank 0 only.
+    def go_on(self, step: int, history: str, environment: dict[str, Any]) -> None:
+        """Take a run up again after this optimiser step. Rank 0 only.
 
         A killed run wrote lines after its last checkpoint; the resumed one will write
-        them again.
-        """
-        kept = [line for line in self._read_lines() if line["step"] <= step]
-        text = "".join(json.dumps(line) + "\n" for line in kept)
-        write_atomically(self.history_file, text)
+        them again, so they are forgotten here.
 
-    def _read_lines(self) -> Iterator[dict[str, Any]]:
-        for text in self.history_file.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # torn by a kill
-                yield json.loads(text)
+        Args:
+            step: of the checkpoint.
+            history: the text of ``history.jsonl``, perhaps of another machine.
+            environment: what `describe_environment` says of the machine that goes on.
+        """
+        lines = [line for line in _parse_lines(history) if line["step"] <= step]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        write_atomically(self.history_file, text)
+        first = self.environment
+        resumed = [*first.get("resumed", []), {"step": step, **environment}]
+        write_atomically(self.environment_file, _pretty({**first, "resumed": resumed}))
+
+    def read_history(self) -> str:
+        """The text of ``history.jsonl``, empty if there is none."""
+        return self.history_file.read_text() if self.history_file.exists() else ""
+
+
+def _parse_lines(text: str) -> Iterator[dict[str, Any]]:
+    for line in text.splitlines():
+        with contextlib.suppress(json.JSONDecodeError):  # torn by a kill
+            yield json.loads(line)
 
 
 def describe_environment(**facts: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ would not recognise its classes.
 
 import contextlib
 import io
+import os
 import re
 import sys
 import time
@@ -28,11 +29,12 @@ from ddp_lab.errors import BadInput, LabError, RankFailed
 from ddp_lab.launch import launch, shared
 from ddp_lab.loop import fit_on_rank
 from ddp_lab.model import check_model
+from ddp_lab.preempt import StopRequest
 from ddp_lab.progress import ProgressStyle
 from ddp_lab.ranks import OnRecord
 from ddp_lab.record import Run
 from ddp_lab.refuse import check_no_notebook
-from ddp_lab.training import check_fits
+from ddp_lab.training import check_fits, check_resumable
 from ddp_lab.world import pick_device, read_ranks
 
 __all__ = ["drop_local_rank", "main", "parse_arguments", "train"]
@@ -42,24 +44,6 @@ _DESCRIPTION = """Train an image classifier with PyTorch DistributedDataParallel
 Without arguments: ResNet-18 on handwritten digits, on all GPUs or on two CPU ranks.
 Under torchrun or srun it joins their processes instead of starting its own.
 The run's settings, history, loss curve and checkpoint go to runs/NAME/."""
-
-# Settings that a resumed run must share with its checkpoint; the others may change.
-_KEPT_ON_RESUME = (
-    "dataset",
-    "limit_train",
-    "image_size",
-    "crop_padding",
-    "flip",
-    "model",
-    "norm",
-    "global_batch_size",
-    "lr",
-    "momentum",
-    "weight_decay",
-    "nesterov",
-    "schedule",
-    "seed",
-)
 
 
 def parse_arguments(arguments: Sequence[str]) -> TrainConfig:
@@ -149,6 +133,7 @@ def train(
     progress: ProgressStyle = "lines",
     *,
     on_record: OnRecord | None = None,
+    stop_flag: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """Train on ranks of our own, or as one of torchrun's or Slurm's.
 
@@ -159,6 +144,7 @@ def train(
         progress: how rank 0 reports.
         on_record: gets the lines of the history as they are written, like
             `ddp_lab.plots.LiveCurve`; only of ranks that are started here.
+        stop_flag: of a `StopRequest`; ranks that are started here look at it.
 
     Returns:
         What `fit` returns on rank 0, and ``folder``, the run's.
@@ -166,17 +152,18 @@ def train(
     Raises:
         LabError: bad input, or ranks that failed or disagree.
     """
-    if config.resume is not None:
-        state = checkpoint.load(Run(config.resume).checkpoint_file)
-        _check_resumable(config, TrainConfig.from_json(state["config"]))
-        folder = config.resume
-    else:
-        folder = config.out or _new_folder(config)
-        Run.check_free(folder)
     ranks = read_ranks()
+    folder = config.resume or config.out or _new_folder(config)
+    if config.auto_resume and folder != config.out and ranks is None:
+        raise BadInput("auto_resume: name the folder of the run with --out")
+    if config.resume is None and (config.auto_resume or _may_restart()):
+        config = replace(config, auto_resume=True)
+    elif config.resume is None:
+        Run.check_free(folder)
+    request = StopRequest(stop_flag)
     try:
         if ranks is None:
-            result = _spawn(config, folder, progress, on_record)
+            result = _spawn(config, folder, progress, on_record, request)
         else:
             check_no_notebook(ranks["rank"], ranks["world_size"])
             _check_joined(config, ranks["world_size"])
@@ -193,20 +180,33 @@ def _spawn(
     folder: Path,
     progress: ProgressStyle,
     on_record: OnRecord | None,
+    request: StopRequest,
 ) -> dict[str, Any]:
     """Load the data once, start the ranks, and share one copy with all of them."""
     num_gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     num_ranks = config.num_ranks or num_gpus or 2
     pick_device(config.device, local_world_size=num_ranks)
     micro, _ = config.batches(num_ranks)
+    state = None
+    if config.resume is not None or config.auto_resume:
+        state = checkpoint.load_latest(folder)
+        if state is not None:
+            check_resumable(config, state)
+        elif config.resume is not None:
+            raise BadInput(
+                f"no checkpoint in {folder}: name the folder of a run that has one"
+            )
     data = load_dataset(config)
     check_fits(config, data, num_ranks)
     check_model(config, len(data.classes), micro)
+    if state is not None:
+        check_resumable(config, state, data)
     results: list[dict[str, Any]] = launch(
         fit_on_rank,
         config,
         folder,
         shared(data),
+        shared(request.flag),
         progress=progress,
         num_ranks=num_ranks,
         num_threads=config.num_threads,
@@ -224,31 +224,39 @@ def _check_joined(config: TrainConfig, world_size: int) -> None:
         )
 
 
-def _check_resumable(config: TrainConfig, saved: TrainConfig) -> None:
-    """Refuse to go on with what would be another run."""
-    kept = list(_KEPT_ON_RESUME)
-    if config.schedule == "onecycle":
-        kept.append("epochs")  # the schedule was laid out for this many
-    differing = [
-        f"{name} {getattr(config, name)!r} (it has {getattr(saved, name)!r})"
-        for name in kept
-        if getattr(config, name) != getattr(saved, name)
-    ]
-    if differing:
-        raise BadInput(
-            f"resume {config.resume}: cannot go on with another "
-            f"{', another '.join(differing)}; drop these options or start a new run"
-        )
-
-
 def _new_folder(config: TrainConfig) -> Path:
-    """runs/DATASET-MODEL-TIME, with a number behind it if that is taken."""
-    name = f"{config.dataset}-{config.model}-{time.strftime('%Y%m%d-%H%M%S')}"
+    """runs/DATASET-MODEL-TIME, or the launcher's own name for this job behind it."""
+    start = f"{config.dataset}-{config.model}"
+    if name := _name_of_job():
+        return Path("runs", f"{start}-{name}")
+    name = f"{start}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder, count = Path("runs", name), 1
     while folder.exists():
         count += 1
         folder = Path("runs", f"{name}-{count}")
     return folder
+
+
+def _name_of_job() -> str:
+    """A name that stays the same when torchrun or Slurm restart this process."""
+    if "SLURM_STEP_NUM_TASKS" in os.environ:
+        return "slurm-{SLURM_JOB_ID}-{SLURM_STEP_ID}".format_map(os.environ)
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    if run_id not in ("", "none"):
+        return re.sub(r"[^\w.-]+", "-", run_id)
+    if run_id:  # torchrun without --rdzv-id: our parent is its agent, which stays
+        import psutil
+
+        agent = psutil.Process(os.getppid())
+        started = time.localtime(agent.create_time())
+        return f"{time.strftime('%Y%m%d-%H%M%S', started)}-{agent.pid}"
+    return ""
+
+
+def _may_restart() -> bool:
+    """Whether a launcher starts this command again if it fails, or has done so."""
+    names = "TORCHELASTIC_MAX_RESTARTS", "SLURM_RESTART_COUNT"
+    return any(os.environ.get(name, "0") not in ("", "0") for name in names)
 
 
 def _draw(run: Run) -> None:
@@ -272,12 +280,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status.
 
     0: trained; 1: a rank failed or the loss diverged; 2: bad input, nothing was
-    started; 130: interrupted.
+    started; 75: stopped by SIGTERM or SIGUSR1, and saved; 130: interrupted.
     """
     try:
         config = parse_arguments(sys.argv[1:] if arguments is None else arguments)
         bar = sys.stderr.isatty() and read_ranks() is None
-        result = train(config, "bar" if bar else "lines")
+        with StopRequest().on_signals() as request:
+            style: ProgressStyle = "bar" if bar else "lines"
+            result = train(config, style, stop_flag=request.flag)
     except LabError as error:
         cause = _lab_error_inside(error)
         print(f"ddp_lab.train: {cause}", file=sys.stderr, flush=True)

@@ -6,25 +6,49 @@ run. Before its first step the ranks compare what they are about to do (`fingerp
 """
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
+import math
+import warnings
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler
 
-from ddp_lab import checkpoint
 from ddp_lab.config import TrainConfig
 from ddp_lab.datasets import ImageSet
 from ddp_lab.errors import BadInput
 from ddp_lab.model import wrap_model
-from ddp_lab.record import Run, describe_environment
 from ddp_lab.world import World
 
-__all__ = ["Training", "check_fits", "fingerprint", "open_run", "start_training"]
+__all__ = ["Training", "check_fits", "check_resumable", "fingerprint", "start_training"]
 
-_PROGRESS = ("epoch", "step", "time_s", "train_s")
+# Settings that a resumed run must share with its checkpoint; the others may change.
+_KEPT_ON_RESUME = (
+    "dataset",
+    "limit_train",
+    "image_size",
+    "crop_padding",
+    "flip",
+    "mean",
+    "std",
+    "model",
+    "norm",
+    "precision",
+    "global_batch_size",
+    "drop_last",
+    "lr",
+    "lr_scaling",
+    "lr_batch_size",
+    "warmup_epochs",
+    "momentum",
+    "weight_decay",
+    "nesterov",
+    "clip_grad_norm",
+    "schedule",
+    "seed",
+)
 
 
 def check_fits(config: TrainConfig, data: ImageSet, world_size: int) -> None:
@@ -33,7 +57,7 @@ def check_fits(config: TrainConfig, data: ImageSet, world_size: int) -> None:
     Raises:
         BadInput: the batch does not divide, or there are too few images.
     """
-    config.batches(world_size)
+    micro, _ = config.batches(world_size)
     num_train = len(data.train)
     if num_train < world_size:
         raise BadInput(
@@ -45,6 +69,15 @@ def check_fits(config: TrainConfig, data: ImageSet, world_size: int) -> None:
             f"global_batch_size {config.global_batch_size} is more than the "
             f"{num_train} training images: choose {num_train} or less"
         )
+    rest = num_train % config.global_batch_size
+    if config.norm == "batch" and not config.drop_last and rest:
+        shares = {rest // world_size, math.ceil(rest / world_size)}
+        if any(share % micro == 1 for share in shares):
+            raise BadInput(
+                f"drop_last off: the last batch of an epoch has {rest} images, which "
+                "leaves a rank with one, and BatchNorm needs two; use --norm group or "
+                "sync, or --drop-last"
+            )
 
 
 @dataclass
@@ -53,13 +86,16 @@ class Training:
 
     model: DistributedDataParallel
     optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LRScheduler
+    schedule: lr_scheduler.LRScheduler
     epoch: int = 0  # epochs done
     step: int = 0  # optimiser steps done
+    samples: int = 0  # images trained on, repeated ones too
+    tally: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    """Of the epoch under way: sum of losses, correct predictions, images so far."""
     time_s: float = 0.0  # seconds of training and evaluating
     train_s: float = 0.0  # seconds of training alone
 
-    def state(self, config: TrainConfig) -> dict[str, Any]:
+    def state(self, config: TrainConfig, data: ImageSet) -> dict[str, Any]:
         """Everything that `checkpoint.save` wants."""
         return {
             "model": self.model.module.state_dict(),
@@ -67,47 +103,142 @@ class Training:
             "schedule": self.schedule.state_dict(),
             "progress": {name: getattr(self, name) for name in _PROGRESS},
             "config": config.to_json(),
+            "data": data.train.fingerprint(),
         }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Go back to what `state` returned."""
-        self.model.module.load_state_dict(state["model"])
+    def load(self, state: dict[str, Any], config: TrainConfig, num_steps: int) -> None:
+        """Go back to what `state` returned.
+
+        Args:
+            state: of a checkpoint.
+            config: the settings to go on with, as `check_resumable` let them pass.
+            num_steps: optimiser steps an epoch, with these settings.
+
+        Raises:
+            BadInput: the checkpoint's weights are of another model.
+        """
+        try:
+            self.model.module.load_state_dict(state["model"])
+        except RuntimeError as error:  # torch lists all that differs, one a line
+            first = str(error).splitlines()[1:2] or [str(error)]
+            raise BadInput(
+                f"the checkpoint's weights do not fit model {config.model}: "
+                f"{first[0].strip().rstrip('.')}; start a new run"
+            ) from error
+        rates = [group["initial_lr"] for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
         for name in _PROGRESS:
             setattr(self, name, state["progress"][name])
+        if not _differing(config, state):
+            self.schedule.load_state_dict(state["schedule"])
+            return
+        # insisted on: the new settings' schedule, as far along as the run is
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["initial_lr"] = rate
+            for name in ("momentum", "weight_decay", "nesterov"):
+                group[name] = getattr(config, name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no optimiser step comes before these
+            for _ in range(self.epoch * num_steps + self.steps_into_epoch(config)):
+                self.schedule.step()
+
+    def steps_into_epoch(self, config: TrainConfig) -> int:
+        """Optimiser steps done in the epoch under way."""
+        return int(self.tally[2]) // config.global_batch_size
+
+
+_PROGRESS = ("epoch", "step", "samples", "tally", "time_s", "train_s")
 
 
 def start_training(
     config: TrainConfig, model: nn.Module, world: World, steps_per_epoch: int
 ) -> Training:
-    """Wrap the model, make optimiser and schedule, and go on where a run stopped."""
+    """Wrap the model, and make its optimiser and its schedule."""
+    model = model.to(getattr(torch, config.precision))
     wrapped = wrap_model(model, world, config.norm)
     optimizer = torch.optim.SGD(
         wrapped.parameters(),
-        lr=config.lr,
+        lr=config.scaled_lr,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
         nesterov=config.nesterov,
     )
-    schedule: torch.optim.lr_scheduler.LRScheduler
+    return Training(wrapped, optimizer, _schedule(config, optimizer, steps_per_epoch))
+
+
+def _schedule(
+    config: TrainConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int
+) -> lr_scheduler.LRScheduler:
+    """Learning rate over the run, stepped after each optimiser step."""
+    num_steps = config.epochs * steps_per_epoch
     if config.schedule == "onecycle":
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
+        return lr_scheduler.OneCycleLR(
             optimizer,
-            max_lr=config.lr,
-            total_steps=config.epochs * steps_per_epoch + 1,  # it is stepped once more
+            max_lr=config.scaled_lr,
+            total_steps=num_steps + 1,  # it is stepped once more
             cycle_momentum=False,  # the momentum is a setting of its own
         )
+    num_warm = round(config.warmup_epochs * steps_per_epoch)
+    main: lr_scheduler.LRScheduler
+    if config.schedule == "cosine":
+        main = lr_scheduler.CosineAnnealingLR(optimizer, max(1, num_steps - num_warm))
     else:
-        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    training = Training(wrapped, optimizer, schedule)
-    if config.resume is not None:
-        training.load(checkpoint.load(Run(config.resume).checkpoint_file))
-    return training
+        main = lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    if not num_warm:
+        return main
+    # Goyal et al. 2017, section 2.2: from the rate that suits the unscaled batch
+    start = config.lr / config.scaled_lr
+    if start >= 1:
+        start = 1 / num_warm
+    warm = lr_scheduler.LinearLR(optimizer, start, total_iters=num_warm)
+    return lr_scheduler.SequentialLR(optimizer, [warm, main], milestones=[num_warm])
+
+
+def check_resumable(
+    config: TrainConfig, state: dict[str, Any], data: ImageSet | None = None
+) -> list[str]:
+    """Refuse to go on with what would be another run.
+
+    Args:
+        config: the settings to go on with.
+        state: the checkpoint.
+        data: the data set to go on with, if it has been loaded yet.
+
+    Returns:
+        What differs all the same, because ``config.resume_anyway`` insists.
+
+    Raises:
+        BadInput: settings or data differ; names them, and how to insist.
+    """
+    differing = _differing(config, state)
+    if data is not None and data.train.fingerprint() != state["data"]:
+        differing.append(
+            f"training set, of {data.train.fingerprint()} (it has {state['data']})"
+        )
+    if differing and not config.resume_anyway:
+        raise BadInput(
+            f"resume {config.resume or config.out}: cannot go on with another "
+            f"{', another '.join(differing)}; drop these options, start a new run, or "
+            "insist with --resume-anyway"
+        )
+    return differing
+
+
+def _differing(config: TrainConfig, state: dict[str, Any]) -> list[str]:
+    """Settings that decide the training and are not the checkpoint's, with both."""
+    saved = TrainConfig.from_json(state["config"])
+    kept = list(_KEPT_ON_RESUME)
+    if config.schedule != "constant":
+        kept.append("epochs")  # the schedule was laid out for this many
+    return [
+        f"{name} {getattr(config, name)!r} (it has {getattr(saved, name)!r})"
+        for name in kept
+        if getattr(config, name) != getattr(saved, name)
+    ]
 
 
 def fingerprint(
-    config: TrainConfig, data: ImageSet, model: nn.Module, steps_per_epoch: int
+    config: TrainConfig, data: ImageSet, model: nn.Module, num_batches: int
 ) -> dict[str, str]:
     """What must be equal on all ranks before the first step, by name."""
     # these may differ: where a rank finds things, and with how many helpers it works
@@ -126,26 +257,6 @@ def fingerprint(
         "training data:": data.train.fingerprint(),
         "test data:": data.test.fingerprint(),
         "classes": ", ".join(data.classes),
-        "batches an epoch:": str(steps_per_epoch),
+        "batches an epoch:": str(num_batches),
         **parameters,
     }
-
-
-def open_run(
-    config: TrainConfig, world: World, folder: Path | None, step: int
-) -> Run | None:
-    """Create or continue the run's folder on rank 0; elsewhere None."""
-    if world.rank or folder is None:
-        return None
-    if config.resume is not None:
-        run = Run.open(folder)
-        run.cut_history(step)
-        return run
-    environment = describe_environment(
-        device=str(world.device.type),
-        device_name=torch.cuda.get_device_name() if world.backend == "nccl" else None,
-        backend=world.backend,
-        world_size=world.world_size,
-        num_threads=torch.get_num_threads(),
-    )
-    return Run.create(folder, config, environment)

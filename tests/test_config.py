@@ -43,7 +43,13 @@ def test_recipes_name_themselves():
     [
         ({"dataset": "mnist"}, "digits, fashion-mnist, cifar10, cifar100 or folder"),
         ({"norm": "layer"}, "batch, sync or group"),
-        ({"schedule": "cosine"}, "constant or onecycle"),
+        ({"schedule": "linear"}, "constant, cosine or onecycle"),
+        ({"checkpoint_every": 0}, "checkpoint_every 0 must be 1 or more"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints 0 must be 1 or more"),
+        ({"clip_grad_norm": 0.0}, "clip_grad_norm 0.0 must be a positive number"),
+        ({"warmup_epochs": 9.0}, "warmup_epochs 9.0 must be at most the epochs"),
+        ({"warmup_epochs": -1.0}, "warmup_epochs -1.0 must be 0 or a positive"),
+        ({"warmup_epochs": 1.0}, "onecycle warms up by itself; use --schedule cosine"),
         ({"epochs": 0}, "epochs 0 must be 1 or more"),
         ({"global_batch_size": -64}, "global_batch_size -64 must be 1 or more"),
         ({"micro_batch_size": 0}, "micro_batch_size 0 must be 1 or more"),
@@ -92,6 +98,22 @@ def test_batches_name_the_nearest(total, micro, world_size, nearest):
     config = TrainConfig(global_batch_size=total, micro_batch_size=micro)
     with pytest.raises(BadInput, match=f"nearest that does is {nearest}$"):
         config.batches(world_size)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [("none", 0.1), ("linear", 1.6), ("sqrt", 0.4)]
+)
+def test_learning_rate_for_sixteen_times_the_batch(rule, expected):
+    config = TrainConfig(
+        lr=0.1, lr_scaling=rule, lr_batch_size=32, global_batch_size=512
+    )
+    assert config.scaled_lr == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_rates_are_for_their_own_batch(recipe):
+    config = dataclasses.replace(RECIPES[recipe], lr_scaling="linear")
+    assert config.scaled_lr == config.lr
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

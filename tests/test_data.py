@@ -88,6 +88,47 @@ def test_global_batches_do_not_depend_on_the_world_size():
         assert global_batches(world_size, epoch=0) == alone
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_nothing_is_left_out_or_repeated_without_drop_last(world_size):
+    """103 samples: eight global batches of 12 and one of 7, in micro-batches of 1."""
+    config = dataclasses.replace(CONFIG, drop_last=False)
+    whole = global_batches(1, epoch=0)
+    seen, batches = [], []
+    for rank in range(world_size):
+        world = cpu_world(rank, world_size)
+        loader = train_loader(numbered(), config, world, 1)
+        loader.set_epoch(0)
+        own = labels_of(loader)
+        batches.append(len(own))
+        assert len(own) == len(loader)
+        seen.append(own)
+    assert len(set(batches)) == 1  # a rank whose share is used up has empty ones
+    assert sorted(i for own in seen for batch in own for i in batch) == list(range(103))
+    share = 12 // world_size
+    for k, step in enumerate(whole):
+        mine = [own[k * share : (k + 1) * share] for own in seen]
+        assert sorted(i for part in mine for b in part for i in b) == step
+    images, labels = list(loader)[-1]
+    assert images.shape == (len(labels), 3, 8, 8)
+    assert len(labels) == (1 if world_size == 1 else 0)
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_the_rest_of_an_epoch(drop_last):
+    """What is skipped is what was done: the other batches are the same ones."""
+    config = dataclasses.replace(CONFIG, drop_last=drop_last)
+    loader = train_loader(numbered(), config, cpu_world(1, 2), 2)
+    loader.set_epoch(2)
+    whole = [(images.clone(), labels.tolist()) for images, labels in loader]
+    for skip in (0, 5, len(whole) - 1, len(whole)):
+        loader.set_epoch(2, skip=skip)
+        rest = list(loader)
+        assert len(rest) == len(whole) - skip
+        for (images, labels), (same, names) in zip(rest, whole[skip:], strict=True):
+            assert labels.tolist() == names
+            assert torch.equal(images, same)
+
+
 def test_epochs_and_seeds_differ():
     first = global_batches(2, epoch=0)
     assert global_batches(2, epoch=1) != first

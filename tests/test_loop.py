@@ -79,17 +79,6 @@ class Stopped(Exception):
     pass
 
 
-class InDouble(nn.Module):
-    """A model whose weights and arithmetic are float64."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model.double()
-
-    def forward(self, images):
-        return self.model(images.double())
-
-
 # ------------------------------------------------- what the ranks do, in one launch
 
 
@@ -98,13 +87,13 @@ def on_each_world_size(folder):
     data = load_dataset(CONFIG)
     found = {}
     loop.build_model = build_model
-    split = dataclasses.replace(CONFIG, micro_batch_size=2)
     with join_world(device="cpu") as world:
         name = f"{world.world_size} ranks"
         found["evaluation"] = evaluate_101(world)
         found["whole"] = fit(CONFIG, data, world, folder / name)
-        loop.build_model = lambda *args: InDouble(build_model(*args))
-        fit(CONFIG, data, world, folder / f"{name} in double")
+        double = dataclasses.replace(CONFIG, precision="float64")
+        fit(double, data, world, folder / f"{name} in double")
+        split = dataclasses.replace(double, micro_batch_size=2)
         fit(split, data, world, folder / f"{name} in double, micro-batches")
     return found
 
@@ -187,8 +176,8 @@ def become_nan(data, world, folder):
     """On rank 1 alone, the loss of step 8 is not a number: the 3rd of epoch 2."""
     steps = []
 
-    def poisoned(*args):
-        tally = train_step(*args)
+    def poisoned(*args, **settings):
+        tally = train_step(*args, **settings)
         steps.append(1)
         if len(steps) == 8 and world.rank == 1:
             tally[0] = float("nan")
@@ -219,7 +208,13 @@ def count_buckets(data, world):
         )
         batches = iter(train_loader(data, CONFIG, world, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        train_step(model, batches, optimizer, num_micro_batches)
+        train_step(
+            model,
+            batches,
+            optimizer,
+            8 * num_micro_batches,
+            num_micro_batches=num_micro_batches,
+        )
         counts.append(len(sent))
     return counts
 
@@ -229,7 +224,7 @@ def batch_norm_statistics(data, world):
     config = dataclasses.replace(CONFIG, norm="batch")
     model = wrap_model(build_model(config, 10), world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train_step(model, iter(train_loader(data, config, world, 8)), optimizer)
+    train_step(model, iter(train_loader(data, config, world, 8)), optimizer, 16)
     statistics = dict(model.module.named_buffers())["1.running_mean"]
     before = statistics.tolist()
     result = evaluate(model.module, eval_loader(data, config, world, 8), world.device)
@@ -330,6 +325,8 @@ def test_what_a_run_leaves_behind(trained):
     folder, _ = trained
     run = Run.open(folder / "2 ranks")
     assert sorted(p.name for p in run.folder.iterdir()) == [
+        "checkpoint-00000010.pt",
+        "checkpoint-00000015.pt",
         "checkpoint.pt",
         "config.json",
         "environment.json",
@@ -385,7 +382,7 @@ def test_nan_stops_all_ranks_and_keeps_the_checkpoint(on_two):
     assert said.startswith(
         "the loss became nan at step 8, in epoch 2: try a lower --lr"
     )
-    assert said.endswith("checkpoint.pt is from before, after epoch 1")
+    assert said.endswith("checkpoint.pt is from before, after step 5")
     assert other.startswith("the loss became nan at step 8, in epoch 2")
     run = Run(folder / "nan")
     state = torch.load(run.checkpoint_file, weights_only=True)

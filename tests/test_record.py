@@ -32,11 +32,13 @@ def test_torn_last_line_is_left_out(tmp_path):
     assert run.history.lines == [STEP]
 
 
-def test_cut_history(tmp_path):
+def test_going_on_forgets_what_comes_again(tmp_path):
     run = make(tmp_path / "a")
     for line in (STEP, EVAL, {**STEP, "step": 3}):
         run.append(line)
-    run.cut_history(2)
+    first = run.environment
+    run.go_on(2, run.read_history(), {"world_size": 4})
+    assert run.environment == {**first, "resumed": [{"step": 2, "world_size": 4}]}
     assert run.history.lines == [STEP, EVAL]
     run.append({**STEP, "step": 3, "loss": 1.0})
     assert [line["step"] for line in run.history.lines] == [1, 2, 3]

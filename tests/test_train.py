@@ -77,6 +77,8 @@ def test_default_run_on_a_part(spawned):
         "history.jsonl",
         "loss.png",
         "checkpoint.pt",
+        "checkpoint-00000002.pt",
+        "checkpoint-00000004.pt",
     }
     written = Run.open(picture.parent)
     assert written.config == dataclasses.replace(
@@ -308,13 +310,14 @@ def finished(tmp_path_factory):
         tmp_path_factory.mktemp("finished") / "run", TrainConfig(), {"device": "cpu"}
     )
     checkpoint.save(
-        run.checkpoint_file,
+        run.folder,
         {
             "model": {},
             "optimizer": {},
             "schedule": {},
             "progress": {"epoch": 8, "step": 176, "time_s": 1.0, "train_s": 1.0},
             "config": TrainConfig().to_json(),
+            "data": "",
         },
     )
     return run
@@ -389,7 +392,8 @@ def test_resume_of_another_run(finished, arguments, message, capsys):
 
 
 def damage_missing(path):
-    path.unlink()
+    for other in path.parent.glob("checkpoint*"):
+        other.unlink()
 
 
 def damage_torn(path):
@@ -403,7 +407,7 @@ def damage_foreign(path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_missing, "no checkpoint at"),
+        (damage_missing, "no checkpoint in"),
         (damage_torn, "is damaged or none of ours"),
         (damage_foreign, "was not written by ddp_lab"),
     ],
