@@ -40,7 +40,7 @@ __all__ = ["OnRecord", "Ranks"]
 OnRecord = Callable[[int, dict[str, Any]], None]
 
 _GRACE_S = 1.0  # after a failure, the other ranks may report theirs
-_STARTING_S = 10.0  # ... and ranks that are still starting get this long
+_STARTING_S = 10.0  # so long, a rank that is still starting is given time
 _CLEAN_UP_S = 0.5  # after a stop, for the ``finally`` blocks of the user's code
 
 
@@ -195,7 +195,9 @@ class Ranks:
                     if rank.asked_s is not None and now - rank.asked_s > ANSWER_S * 4:
                         watch.moved(rank.rank)
                 some_ended = len(running) < self.num_ranks
-                if watch.stuck([rank.rank for rank in running], some_ended):
+                still = watch.stuck([rank.rank for rank in running], some_ended)
+                begun = all(r.began for r in running) or now - started > _STARTING_S
+                if still and begun and failed is None:  # a failure explains more
                     why = f"stuck: no progress for {watch.stuck_after_s:g} s"
                     raise self._stuck(why, watch)
             pause_s = min(output.show() or 0.1, look_every_s)

@@ -152,6 +152,8 @@ def sight_from_dump(text: str) -> Sight | None:
 def user_line(lines: Iterable[Line]) -> str:
     """The innermost line that the user wrote, of frames given outermost first."""
     frames = [line for line in lines if not line[0].startswith("<frozen")]
+    born = (i for i, line in enumerate(frames) if line[0] in PLUMBING)
+    frames = frames[next(born, 0) :]  # before it, only how the process was started
     for skip in ((*_LIBRARIES, _PACKAGE), (*_LIBRARIES, *PLUMBING)):
         for filename, number, _ in reversed(frames):
             if not filename.startswith(skip):

@@ -138,6 +138,11 @@ def _hint(rows: Sequence[Row]) -> str:
         )
     if waiting and away:
         return f"the others wait for {_ranks(away)} to call it too"
+    if waiting and all(row.collective == "init_process_group" for row in waiting):
+        return (
+            "they wait to meet: leave RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as "
+            'they are set for you, as init_process_group("gloo") does'
+        )
     if len({row.collective for row in waiting}) > 1:
         return (
             "they wait in different collectives: all ranks must call the same, in order"

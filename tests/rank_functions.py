@@ -233,6 +233,26 @@ def recv_without_send() -> None:
         dist.recv(torch.ones(1), 1)  # HERE
 
 
+def raised_late() -> None:
+    """Rank 0 has waited for long when rank 1, after much work, fails."""
+    dist.init_process_group("gloo")
+    compute_long(2.0)
+    if dist.get_rank() == 1:
+        raise RuntimeError("cannot write the result")
+    dist.barrier()
+
+
+def other_place(port: int) -> None:
+    """Nobody listens there: `launch` has set these already, as torchrun does."""
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo")  # HERE
+
+
+def other_world_size() -> None:
+    dist.init_process_group("gloo", world_size=3)  # HERE
+
+
 def compute_long(seconds: float) -> int:
     """Rank 1 computes on after rank 0 has returned, one native call after another."""
     if os.environ["RANK"] == "1":

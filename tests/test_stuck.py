@@ -1,6 +1,7 @@
 """Ten ways to get stuck: the right rank, the right line, soon; and no false alarm."""
 
 import inspect
+import socket
 import time
 from functools import partial
 
@@ -38,9 +39,9 @@ SHAPES = {
 }
 
 
-def stuck(fn, **kwargs):
+def stuck(fn, *args, **kwargs):
     with pytest.raises(RanksStuck) as caught:
-        launch(fn, stuck_after_s=STUCK_AFTER_S, **kwargs)
+        launch(fn, *args, stuck_after_s=STUCK_AFTER_S, **kwargs)
     print(caught.value)  # pytest -s shows the tables
     return caught.value
 
@@ -101,6 +102,19 @@ def test_uneven_number_of_batches(found_after_s):
     assert [row.state for row in error.rows] == [W, F]
     assert error.rows[0].where == line_of(rank_functions.uneven_batches)
     assert error.rows[0].collective == "all_reduce #8"  # of DDP
+
+
+@pytest.mark.parametrize("name", ["other_place", "other_world_size"])
+def test_ranks_that_never_meet(name):
+    fn = getattr(rank_functions, name)
+    with socket.socket() as taken:  # bound but not listening: nobody answers there
+        taken.bind(("127.0.0.1", 0))
+        args = [taken.getsockname()[1]] if name == "other_place" else []
+        error = stuck(fn, *args)
+    assert [row.state for row in error.rows] == [W, W]
+    assert error.rows[0].collective == "init_process_group"
+    assert error.rows[0].where == line_of(fn)
+    assert "leave RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as they" in str(error)
 
 
 def test_endless_loop_ends_with_the_time_limit():
@@ -165,6 +179,11 @@ def test_a_rank_that_holds_the_interpreter_lock():
 
 def test_computing_is_not_stuck():
     assert launch(compute_long, 3.0, stuck_after_s=0.5) == [1, 1]
+
+
+def test_a_failure_is_told_though_others_have_waited_for_long():
+    with pytest.raises(RankFailed, match=r"rank 1 .* cannot write the result"):
+        launch(rank_functions.raised_late, stuck_after_s=0.5)
 
 
 # The rule itself, without processes ----------------------------------------------
@@ -246,6 +265,9 @@ def test_user_line_is_not_a_librarys():
         ("<frozen runpy>", 1, "g"),
     ]
     assert user_line(lines) == "train.py, line 3"
+    born = [("<string>", 1, "<module>"), (inside.__file__, 5, "rank_main")]
+    assert user_line([*born, *lines]) == "train.py, line 3"
+    assert user_line(born) == "before the function started"
 
 
 def test_faulthandlers_text():
