@@ -29,7 +29,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_lab.errors import BadInput, LabError, RanksDisagree
+from ddp_lab.errors import BadInput, RanksDisagree
+from ddp_lab.meeting import meet
+from ddp_lab.slurm import expand_counts
 
 __all__ = [
     "World",
@@ -94,8 +96,9 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, int] | None
             )
         numbers.append(int(text))
     if len(numbers) == 3:  # Slurm: "2(x3),1" = 2 tasks on three nodes, 1 on the fourth
-        first = environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(",")[0]
-        numbers.append(int(first.split("(")[0]))
+        counts = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", "")) or [1]
+        node = environ.get("SLURM_NODEID", "0")
+        numbers.append(counts[int(node) if node.isdigit() else 0])
     rank, local_rank, world_size, local_world_size = numbers
     if not rank < world_size:
         raise BadInput(
@@ -173,8 +176,11 @@ def join_world(
     if ranks is None:
         ranks = {"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1}
     where = pick_device(device, ranks["local_rank"], ranks["local_world_size"])
-    store = dist.HashStore() if alone else _meet(ranks, arrive_timeout_s)
     backend = "nccl" if where.type == "cuda" else "gloo"
+    if alone:
+        store: dist.Store = dist.HashStore()
+    else:
+        store = meet(ranks, arrive_timeout_s, by_gloo=backend == "gloo")
     if where.type == "cuda":
         torch.cuda.set_device(where)
     dist.init_process_group(
@@ -191,51 +197,6 @@ def join_world(
         dist.barrier()
     finally:
         dist.destroy_process_group()
-
-
-def _meet(ranks: dict[str, int], timeout_s: float) -> dist.Store:
-    """Connect to the store and wait there until every rank has checked in."""
-    rank, world_size = ranks["rank"], ranks["world_size"]
-    host = os.environ.get("MASTER_ADDR", "")
-    port = os.environ.get("MASTER_PORT", "")
-    if not host or not port.isdigit():
-        raise BadInput(
-            f"rank {rank}: MASTER_ADDR={host!r} and MASTER_PORT={port!r} must say "
-            "where rank 0 waits; torchrun sets both, under srun the job script does"
-        )
-    # torchrun and launch() host the store themselves and say so; otherwise rank 0 does
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    timeout = datetime.timedelta(seconds=timeout_s)
-    try:
-        tcp_store = dist.TCPStore(
-            host,
-            int(port),
-            is_master=rank == 0 and not hosted,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except dist.DistError as error:
-        raise LabError(
-            f"rank {rank} on {socket.gethostname()} found no store at {host}:{port} "
-            f"within {timeout_s:g} s: has rank 0 started, is the address right, and "
-            "does the firewall let the port through?"
-        ) from error
-    store = dist.PrefixStore("ddp_lab", tcp_store)
-    # torchrun may restart a run on one store: each attempt checks in under its own name
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    keys = [f"arrived/{attempt}/{r}" for r in range(world_size)]
-    store.set(keys[rank], socket.gethostname())
-    try:
-        store.wait(keys, timeout)
-    except dist.DistError as error:
-        missing = [r for r, key in enumerate(keys) if not store.check([key])]
-        raise LabError(
-            f"{world_size - len(missing)} of {world_size} ranks arrived within "
-            f"{timeout_s:g} s, missing: {', '.join(map(str, missing))}. Did it fail "
-            "before it came here, or was it never started (is the world size right)?"
-        ) from error
-    return dist.PrefixStore(f"group/{attempt}", store)
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

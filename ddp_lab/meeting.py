@@ -1,0 +1,295 @@
+"""Where ranks find each other: the key-value store, and what they say there first.
+
+    rank r                           rank 0
+    hello/r = who I am, once more    has everybody said hello? then, to each:
+    wait for welcome/NONCE-OF-r      welcome/NONCE-OF-r = who everybody is
+
+A hello is repeated until it is answered, and it carries a number that was never used
+before (a *nonce*): what an earlier attempt left in the store is not taken for a rank
+that is here now, as torchrun starts one attempt after another on one store.
+
+Whoever waits in vain says who is missing, and on which host as far as that is known.
+"""
+
+import datetime
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from ddp_lab.errors import BadInput, LabError
+from ddp_lab.slurm import slurm_hosts
+
+__all__ = ["meet"]
+
+_POLL_S = 0.02  # between two looks into the store
+_ANSWER_S = 10.0  # for whoever listens at the port to show that it is a store
+
+
+def meet(
+    ranks: Mapping[str, int], timeout_s: float, *, by_gloo: bool = True
+) -> dist.Store:
+    """Connect to the store and wait there until every rank has checked in.
+
+    Args:
+        ranks: what `read_ranks` says.
+        timeout_s: seconds to wait for the store, and then for the other ranks.
+        by_gloo: gloo will carry the collectives: check that its addresses can work.
+
+    Returns:
+        A part of the store that is this group's alone.
+
+    Raises:
+        BadInput: MASTER_ADDR or MASTER_PORT make no sense, the port is taken, or
+            a host's own name leads other hosts to themselves.
+        LabError: not all ranks arrived; the message names the missing ones.
+
+    **Collective**: all ranks of the run.
+    """
+    rank, world_size = ranks["rank"], ranks["world_size"]
+    host, port = _address(rank)
+    # torchrun and launch() host the store themselves and say so; otherwise rank 0 does
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    listener = None
+    if rank == 0 and not hosted:
+        only_here = ranks["local_world_size"] == world_size
+        listener = _listen(host, port, only_here)
+    tcp_store = _open_store(rank, host, port, listener, timeout_s)
+    # two jobs may have been given one port: each keeps to its own part of the store
+    store = dist.PrefixStore(f"ddp_lab/{_run_id()}/{world_size}", tcp_store)
+    everybody = _check_in(store, ranks, timeout_s)
+    if by_gloo:
+        _check_addresses(everybody, host, port)
+    return dist.PrefixStore(f"group/{everybody[0]['nonce']}", store)
+
+
+def _address(rank: int) -> tuple[str, int]:
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise BadInput(
+            f"rank {rank}: MASTER_ADDR={host!r} and MASTER_PORT={port!r} must say "
+            "where rank 0 waits; torchrun sets both, under srun the job script does"
+        )
+    return host, int(port)
+
+
+def _run_id() -> str:
+    """What tells this run from another one on the same port, where anything does."""
+    names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+    return next((os.environ[name] for name in names if name in os.environ), "")
+
+
+def _listen(host: str, port: int, only_here: bool) -> socket.socket:
+    """Listen where the ranks will meet: for other hosts only if there are any."""
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+        if only_here and str(address).startswith(("127.", "::1")):
+            family = socket.AF_INET6 if ":" in str(address) else socket.AF_INET
+            return socket.create_server((str(address), port), family=family)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, dualstack_ipv6=True
+            )
+        return socket.create_server(("", port))
+    except socket.gaierror as error:
+        raise BadInput(
+            f"rank 0: MASTER_ADDR={host!r} is the name of no machine: {error.strerror}"
+        ) from error
+    except OSError as error:
+        raise BadInput(
+            f"rank 0 on {socket.gethostname()} cannot listen on port {port} "
+            f"({error.strerror}): another program or job has it; choose another "
+            "MASTER_PORT, the same for all ranks (ss -ltnp says who has it)"
+        ) from error
+
+
+def _open_store(
+    rank: int, host: str, port: int, listener: socket.socket | None, timeout_s: float
+) -> dist.TCPStore:
+    """Become a client of the store; with a listener, host it too."""
+    if listener is None:
+        _wait_for_port(rank, host, port, timeout_s)
+    outcome: list[dist.TCPStore | Exception] = []
+
+    def connect() -> None:
+        try:
+            outcome.append(
+                dist.TCPStore(
+                    host,
+                    port,
+                    is_master=listener is not None,
+                    timeout=datetime.timedelta(seconds=max(timeout_s, _ANSWER_S)),
+                    wait_for_workers=False,
+                    master_listen_fd=listener.detach() if listener else None,
+                )
+            )
+        except Exception as error:
+            outcome.append(error)
+
+    # a program that is no store, but lets us in and is silent, would hold us for ever
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(_ANSWER_S)
+    result = outcome[0] if outcome else TimeoutError("no answer")
+    if isinstance(result, dist.TCPStore):
+        return result
+    if outcome and not isinstance(result, dist.DistError):
+        raise result
+    cure = "another program has the port: choose another MASTER_PORT for all ranks"
+    if listener:
+        cure = "rank 0 hosts it, so MASTER_ADDR must be an address of its own machine"
+    raise LabError(
+        f"rank {rank} on {socket.gethostname()}: what answers at {host}:{port} is no "
+        f"store of PyTorch's; {cure}"
+    ) from result
+
+
+def _wait_for_port(rank: int, host: str, port: int, timeout_s: float) -> None:
+    """Wait until somebody listens; the store's own attempts are noisy and overtime."""
+    end = time.monotonic() + timeout_s
+    while True:
+        left = max(end - time.monotonic(), _POLL_S)
+        try:
+            socket.create_connection((host, port), timeout=left).close()
+            return
+        except OSError as error:
+            if time.monotonic() + _POLL_S < end:
+                time.sleep(_POLL_S)
+                continue
+            raise LabError(
+                f"rank {rank} on {socket.gethostname()} found no store at {host}:{port}"
+                f" within {timeout_s:g} s ({error.strerror or error}): has rank 0 "
+                f"started{_expected([0])}, is the address right, and does the firewall "
+                "let the port through?"
+            ) from error
+
+
+def _check_in(
+    store: dist.Store, ranks: Mapping[str, int], timeout_s: float
+) -> list[dict[str, Any]]:
+    """Say hello until rank 0 has heard everybody; return who everybody is, by rank."""
+    rank, world_size = ranks["rank"], ranks["world_size"]
+    me = {
+        "nonce": uuid.uuid4().hex,
+        "host": socket.gethostname(),
+        "gloo_address": _gloo_address(),
+    }
+    hello = [f"hello/{r}" for r in range(world_size)]
+    welcome = f"welcome/{me['nonce']}"
+    end = time.monotonic() + timeout_s
+    try:
+        if rank == 0:  # those of an earlier attempt, who will not say it again
+            for key in hello:
+                store.delete_key(key)
+        while not store.check([welcome]):
+            store.set(hello[rank], json.dumps(me))
+            if rank == 0 and store.check(hello):
+                everybody = [json.loads(store.get(key)) for key in hello]
+                for other in everybody:
+                    store.set(f"welcome/{other['nonce']}", json.dumps(everybody))
+            elif time.monotonic() > end:
+                here = {r: key for r, key in enumerate(hello) if store.check([key])}
+                hosts = {
+                    r: json.loads(store.get(key))["host"] for r, key in here.items()
+                }
+                raise LabError(_who_is_missing(ranks, hosts, timeout_s))
+            else:
+                time.sleep(_POLL_S)
+        return list(json.loads(store.get(welcome)))
+    except dist.DistError as error:
+        raise LabError(
+            f"rank {rank} on {socket.gethostname()} lost the store before all ranks "
+            "had arrived: its host, rank 0 or the launcher, has ended; what that one "
+            "said tells why"
+        ) from error
+
+
+def _who_is_missing(
+    ranks: Mapping[str, int], hosts: dict[int, str], timeout_s: float
+) -> str:
+    world_size = ranks["world_size"]
+    missing = [r for r in range(world_size) if r not in hosts]
+    if not missing:  # all keys are there, but one of them is somebody else's
+        return (
+            f"rank {ranks['rank']} on {socket.gethostname()} was not let in within "
+            f"{timeout_s:g} s: the ranks started without it, so two processes were "
+            "given the same rank, or two jobs the same MASTER_PORT"
+        )
+    message = (
+        f"{len(hosts)} of {world_size} ranks arrived within {timeout_s:g} s, missing: "
+        f"{_ranges(missing)}{_expected(missing)}. Did it fail before it came here, or "
+        "was it never started (is the world size right)?"
+    )
+    if ranks["local_world_size"] < world_size:
+        message += f" Arrived: {_by_host(hosts)}."
+    return message
+
+
+def _expected(missing: list[int]) -> str:
+    """ " (Slurm put 2-3 on n2)", where Slurm says so."""
+    layout = slurm_hosts()
+    known = {r: layout[r] for r in missing if r < len(layout)}
+    return f" (Slurm put {_by_host(known)})" if known else ""
+
+
+def _by_host(hosts: dict[int, str]) -> str:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, host in sorted(hosts.items()):
+        ranks_of.setdefault(host, []).append(rank)
+    return ", ".join(f"{_ranges(ranks)} on {host}" for host, ranks in ranks_of.items())
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] as "0-2, 5"."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in parts)
+
+
+# ---------------------------------------------------------------- gloo's addresses
+
+
+def _gloo_address() -> str:
+    """The address at which gloo will wait for other ranks; empty where the user chose.
+
+    Gloo takes the first address of this machine's own name at which it can wait, and
+    the loopback if there is none.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return ""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return "127.0.0.1"
+    for family, kind, _, _, address in found:
+        try:
+            with socket.socket(family, kind) as attempt:
+                attempt.bind(address)
+        except OSError:
+            continue
+        return str(address[0])
+    return "127.0.0.1"
+
+
+def _check_addresses(everybody: list[dict[str, Any]], host: str, port: int) -> None:
+    """Stop if gloo would have another host's ranks connect to themselves."""
+    if len({rank["host"] for rank in everybody}) == 1:
+        return
+    for rank, they in enumerate(everybody):
+        if they["gloo_address"].startswith(("127.", "::1")):
+            raise BadInput(
+                f"rank {rank}: on {they['host']} the machine's own name leads to "
+                f"{they['gloo_address']}, so gloo would send the other hosts to "
+                f"themselves: set GLOO_SOCKET_IFNAME there to the interface that "
+                f"reaches {host} (ip route get says which), or correct its /etc/hosts"
+            )
