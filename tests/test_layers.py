@@ -13,8 +13,18 @@ import ddp_lab
 PACKAGE = Path(ddp_lab.__file__).parent
 
 FLOORS = [
-    {"errors", "config", "record", "progress"},
-    {"world", "data", "datasets", "model", "payload", "output", "sync_batch_norm"},
+    {"errors", "config", "record", "progress", "slurm"},
+    {
+        "world",
+        "meeting",
+        "preempt",
+        "data",
+        "datasets",
+        "model",
+        "payload",
+        "output",
+        "sync_batch_norm",
+    },
     {
         "by_hand",
         "cells",
@@ -44,6 +54,7 @@ FLOORS = [
         "loop",
         "messages",
         "plots",
+        "resume",
         "training",
         "trial",
     },
