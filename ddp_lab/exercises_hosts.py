@@ -168,44 +168,47 @@ _PLACES_FROM_SLURM = Exercise(
 # ------------------------------------------------------------------ the network
 
 
-def _judge_seconds(case: dict[str, Any], seen: list[Any]) -> Iterator[Wrong]:
+def _judge_bandwidth(case: dict[str, Any], seen: list[Any]) -> Iterator[Wrong]:
     (got,) = seen
-    size, ranks, speed = case.values()
-    expected = 2 * (ranks - 1) / ranks * size * 8 / speed
-    if close(got, expected / 8, 1e-9) and expected:
+    num_bytes, num_ranks, seconds = case.values()
+    sent = 2 * (num_ranks - 1) / num_ranks * num_bytes
+    expected = 8 * sent / seconds
+    if num_ranks == 1:
+        rule = "a rank that is alone needs no network"
+    elif close(got, expected / 8, 1e-9):
         rule = "a byte has 8 bits, and networks are sold by the bit"
-    elif ranks == 1:
-        rule = "a rank that is alone sends nothing"
+    elif close(got, 8 * sent * seconds, 1e-9):
+        rule = "who has less time needs more of it"
     else:
         rule = "each of n ranks sends 2 (n - 1) / n times the tensor's bytes"
     if not close(got, expected, 1e-9):
-        yield Wrong(rule=rule, rank=None, expected=float(expected), got=got)
+        yield Wrong(rule=rule, rank=None, expected=expected, got=got)
 
 
-def _case(num_bytes: int, num_ranks: int, bits_per_s: float) -> dict[str, Any]:
-    return {"num_bytes": num_bytes, "num_ranks": num_ranks, "bits_per_s": bits_per_s}
+def _case(num_bytes: int, num_ranks: int, seconds: float) -> dict[str, Any]:
+    return {"num_bytes": num_bytes, "num_ranks": num_ranks, "seconds": seconds}
 
 
-_ALL_REDUCE_SECONDS = Exercise(
-    name="all_reduce_seconds",
-    signature="all_reduce_seconds(num_bytes, num_ranks, bits_per_s)",
+_BANDWIDTH_NEEDED = Exercise(
+    name="bandwidth_needed",
+    signature="bandwidth_needed(num_bytes, num_ranks, seconds)",
     task=(
-        "Return the seconds that a ring all-reduce of a tensor of num_bytes takes at "
-        "least, when each of num_ranks ranks can send bits_per_s bits a second to the "
-        "next one. It receives at the same time, and what it computes counts for "
-        "nothing."
+        "A ring all-reduce of a tensor of num_bytes on num_ranks ranks is to take at "
+        "most that many seconds. Return the bandwidth that each rank needs to the next "
+        "one, in bits a second. It receives at the same time, and what it computes "
+        "counts for nothing."
     ),
     cases=(
-        _case(1_000_000, 2, 8e6),
-        _case(1_000_000, 4, 8e6),
-        _case(3_000_000, 1, 1e9),
-        _case(44_726_568, 16, 25e9),
+        _case(1_000_000, 2, 0.5),
+        _case(1_000_000, 4, 2.0),
+        _case(3_000_000, 1, 0.1),
+        _case(44_726_568, 16, 0.01),
     ),
     call=_call_with,
-    judge=_judge_seconds,
+    judge=_judge_bandwidth,
     given=_given,
     tried="Two, four and sixteen ranks, and one that is alone.",
     where="once",
 )
 
-HOST_EXERCISES = (_TORCHRUN_OPTIONS, _PLACES_FROM_SLURM, _ALL_REDUCE_SECONDS)
+HOST_EXERCISES = (_TORCHRUN_OPTIONS, _PLACES_FROM_SLURM, _BANDWIDTH_NEEDED)

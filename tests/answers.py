@@ -1325,57 +1325,58 @@ def _(tasks_per_node):
     return dict(enumerate(_slurm_counts(tasks_per_node)))
 
 
-# ---- all_reduce_seconds ----------------------------------------------------------
+# ---- bandwidth_needed ------------------------------------------------------------
 
 SENDS = "2 (n - 1) / n times"
 
 
-@right("all_reduce_seconds")
-def _(num_bytes, num_ranks, bits_per_s):
-    return 2 * (num_ranks - 1) / num_ranks * num_bytes * 8 / bits_per_s
+@right("bandwidth_needed")
+def _(num_bytes, num_ranks, seconds):
+    return 2 * (num_ranks - 1) / num_ranks * num_bytes * 8 / seconds
 
 
-@right("all_reduce_seconds")
-def _(num_bytes, num_ranks, bits_per_s):
-    chunk_s = 8 * num_bytes / num_ranks / bits_per_s
-    return sum(chunk_s for phase in range(2) for step in range(num_ranks - 1))
+@right("bandwidth_needed")
+def _(num_bytes, num_ranks, seconds):
+    chunk_bits = 8 * num_bytes / num_ranks
+    num_steps = 2 * num_ranks - 2
+    return num_steps * chunk_bits / seconds
 
 
-@wrong("all_reduce_seconds", "a byte has 8 bits")
-def _(num_bytes, num_ranks, bits_per_s):
-    return 2 * (num_ranks - 1) / num_ranks * num_bytes / bits_per_s
+@wrong("bandwidth_needed", "a byte has 8 bits")
+def _(num_bytes, num_ranks, seconds):
+    return 2 * (num_ranks - 1) / num_ranks * num_bytes / seconds
 
 
-@wrong("all_reduce_seconds", SENDS)
-def _(num_bytes, num_ranks, bits_per_s):  # the sums do not come back
-    return (num_ranks - 1) / num_ranks * num_bytes * 8 / bits_per_s
+@wrong("bandwidth_needed", SENDS)
+def _(num_bytes, num_ranks, seconds):  # the sums do not come back
+    return (num_ranks - 1) / num_ranks * num_bytes * 8 / seconds
 
 
-@wrong("all_reduce_seconds", SENDS)
-def _(num_bytes, num_ranks, bits_per_s):  # every rank sends everything to every other
-    return (num_ranks - 1) * num_bytes * 8 / bits_per_s
+@wrong("bandwidth_needed", SENDS)
+def _(num_bytes, num_ranks, seconds):  # everybody sends everything to everybody
+    return (num_ranks - 1) * num_bytes * 8 / seconds
 
 
-@wrong("all_reduce_seconds", "alone sends nothing")
-def _(num_bytes, num_ranks, bits_per_s):  # only right for two
-    return 2 * (num_ranks - 1 or 1) / num_ranks * num_bytes * 8 / bits_per_s
+@wrong("bandwidth_needed", "alone needs no network")
+def _(num_bytes, num_ranks, seconds):
+    return 2 * (num_ranks - 1 or 1) / num_ranks * num_bytes * 8 / seconds
 
 
-@wrong("all_reduce_seconds", SENDS)
-def _(num_bytes, num_ranks, bits_per_s):  # for two ranks, whatever there are
-    return num_bytes * 8 / bits_per_s
+@wrong("bandwidth_needed", SENDS)
+def _(num_bytes, num_ranks, seconds):  # only right for two
+    return num_bytes * 8 / seconds
 
 
-@wrong("all_reduce_seconds", SENDS)
-def _(num_bytes, num_ranks, bits_per_s):  # in and out one after the other
-    return 4 * (num_ranks - 1) / num_ranks * num_bytes * 8 / bits_per_s
+@wrong("bandwidth_needed", SENDS)
+def _(num_bytes, num_ranks, seconds):  # in and out one after the other
+    return 4 * (num_ranks - 1) / num_ranks * num_bytes * 8 / seconds
 
 
-@wrong("all_reduce_seconds", SENDS)
-def _(num_bytes, num_ranks, bits_per_s):
-    return 2 * (num_ranks - 1) // num_ranks * num_bytes * 8 / bits_per_s
+@wrong("bandwidth_needed", "less time needs more")
+def _(num_bytes, num_ranks, seconds):
+    return 2 * (num_ranks - 1) / num_ranks * num_bytes * 8 * seconds
 
 
-@wrong("all_reduce_seconds", SENDS)
-def _(num_bytes, num_ranks, bits_per_s):
-    return f"{2 * (num_ranks - 1) / num_ranks * num_bytes * 8 / bits_per_s} s"
+@wrong("bandwidth_needed", SENDS)
+def _(num_bytes, num_ranks, seconds):  # a text
+    return f"{2 * (num_ranks - 1) / num_ranks * num_bytes * 8 / seconds} bit/s"
