@@ -96,6 +96,8 @@ class TrainConfig:
     """CPU threads a rank (None: cores / ranks; torchrun: OMP_NUM_THREADS)."""
     num_workers: int = 2
     """DataLoader processes a rank, for dataset folder (the others need none)."""
+    timeout_s: float = 600.0
+    """Seconds that ranks wait for one that is cut off before they give up."""
 
     out: Path | None = None
     """Folder for this run's files (None: runs/DATASET-MODEL-TIME)."""
@@ -139,6 +141,11 @@ class TrainConfig:
         ):
             value = getattr(self, name)
             self._check(name, value is None or value >= 1, "1 or more")
+        self._check(
+            "timeout_s",
+            math.isfinite(self.timeout_s) and self.timeout_s > 0,
+            "a positive number of seconds",
+        )
         for name in ("crop_padding", "num_workers", "seed"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         self._check("lr", math.isfinite(self.lr) and self.lr > 0, "a positive number")

@@ -170,7 +170,10 @@ def fit_on_rank(
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     request = StopRequest(stop_flag)
-    with request.on_signals(), join_world(device=config.device) as world:
+    with (
+        request.on_signals(),
+        join_world(device=config.device, timeout_s=config.timeout_s) as world,
+    ):
         if data is None:
             data = load_dataset_together(config, world)
         return fit(config, data, world, folder, progress=progress, request=request)
