@@ -129,7 +129,9 @@ def last_collective() -> tuple[str, bool]:
 
 def _arriving(lines: Sequence[Line]) -> bool:
     """Whether the rank waits for the others in `join_world`."""
-    return any(file == _PACKAGE + "world.py" and fn == "_meet" for file, _, fn in lines)
+    return any(
+        file == _PACKAGE + "meeting.py" and fn == "meet" for file, _, fn in lines
+    )
 
 
 def sight_from_dump(text: str) -> Sight | None:
