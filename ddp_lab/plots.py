@@ -11,6 +11,8 @@
     plot_hosts        which rank is on which host, and who talks to whom
     plot_hosts        which rank is on which host, and who talks to whom
     plot_hosts        which rank is on which host, and who talks to whom
+    plot_resumed      the loss of a run that was interrupted, over one that was not
+    plot_lost_time    what saving costs, and failing, against the interval
 
 They turn records into figures and know nothing of processes. Each returns a matplotlib
 figure; in a notebook, end the cell with ``plt.show()``.
@@ -20,6 +22,7 @@ from ddp_lab.curves import LiveCurve, plot_loss
 from ddp_lab.diagrams import plot_buckets, plot_hosts, plot_memory, plot_shards
 from ddp_lab.drawing import RANK_COLOURS, rank_colour, save_picture, style
 from ddp_lab.messages import plot_collective, plot_ring
+from ddp_lab.recovery import plot_lost_time, plot_resumed
 
 __all__ = [
     "RANK_COLOURS",
@@ -28,7 +31,9 @@ __all__ = [
     "plot_collective",
     "plot_hosts",
     "plot_loss",
+    "plot_lost_time",
     "plot_memory",
+    "plot_resumed",
     "plot_ring",
     "plot_shards",
     "rank_colour",

@@ -3,9 +3,13 @@
 ``WRONG[name]`` holds pairs of a function and a part of the rule that it breaks.
 """
 
+import io
+import math
 import os
 import random
 import re
+import shutil
+import tempfile
 from collections import defaultdict
 
 import torch
@@ -1380,3 +1384,292 @@ def _(num_bytes, num_ranks, seconds):
 @wrong("bandwidth_needed", SENDS)
 def _(num_bytes, num_ranks, seconds):  # a text
     return f"{2 * (num_ranks - 1) / num_ranks * num_bytes * 8 / seconds} bit/s"
+
+
+# ---- save_atomically -------------------------------------------------------------
+
+WHOLE = "at every moment the path holds a whole file"
+FLUSHED = "flushed to the disk"
+
+
+def _write_flushed(state, path):
+    with open(path, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@right("save_atomically")
+def _(state, path):
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+@right("save_atomically")
+def _(state, path):
+    content = io.BytesIO()
+    torch.save(state, content)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content.getvalue())
+        file.flush()
+        os.fsync(file)
+    os.rename(file.name, path)
+
+
+@right("save_atomically")
+def _(state, path):
+    temporary = path.with_name("new")
+    try:
+        torch.save(state, temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@wrong("save_atomically", WHOLE)
+def _(state, path):
+    torch.save(state, path)
+
+
+@wrong("save_atomically", WHOLE)
+def _(state, path):  # flushed, but the old one is gone at once
+    _write_flushed(state, path)
+
+
+@wrong("save_atomically", WHOLE)
+def _(state, path):  # a moment with none
+    temporary = path.with_suffix(".tmp")
+    _write_flushed(state, temporary)
+    path.unlink(missing_ok=True)
+    os.replace(temporary, path)
+
+
+@wrong("save_atomically", WHOLE)
+def _(state, path):  # the old one is moved away first
+    if path.exists():
+        os.rename(path, path.with_suffix(".old"))
+    _write_flushed(state, path)
+
+
+@wrong("save_atomically", FLUSHED)
+def _(state, path):
+    temporary = path.with_suffix(".tmp")
+    torch.save(state, temporary)
+    os.replace(temporary, path)
+
+
+@wrong("save_atomically", "whole before it gets its name")
+def _(state, path):  # renamed while the end is still in the buffer
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb", buffering=2**20) as file:
+        torch.save(state, file)
+        os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+
+@wrong("save_atomically", FLUSHED)
+def _(state, path):  # fsync before flush: nothing is there to be flushed
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb", buffering=2**20) as file:
+        torch.save(state, file)
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+@wrong("save_atomically", "in the same folder")
+def _(state, path):
+    with tempfile.TemporaryDirectory() as elsewhere:
+        temporary = os.path.join(elsewhere, "new.pt")
+        _write_flushed(state, temporary)
+        os.replace(temporary, path)
+
+
+@wrong("save_atomically", "in one step, by os.replace")
+def _(state, path):  # a copy is written bit by bit
+    temporary = path.with_suffix(".tmp")
+    _write_flushed(state, temporary)
+    shutil.copyfile(temporary, path)
+    temporary.unlink()
+
+
+@wrong("save_atomically", "in one step, by os.replace")
+def _(state, path):
+    content = io.BytesIO()
+    torch.save(state, content)
+    path.write_bytes(content.getvalue())
+
+
+@wrong("save_atomically", "the caller learns")
+def _(state, path):
+    temporary = path.with_suffix(".tmp")
+    try:
+        _write_flushed(state, temporary)
+    except OSError:
+        return
+    os.replace(temporary, path)
+
+
+@wrong("save_atomically", "nothing else is left")
+def _(state, path):
+    temporary = path.with_suffix(".tmp")
+    _write_flushed(state, temporary)
+    if path.exists():
+        shutil.copyfile(path, path.with_suffix(".old"))
+    os.replace(temporary, path)
+
+
+@wrong("save_atomically", "holds the new state")
+def _(state, path):
+    _write_flushed(state, path.with_suffix(".new"))
+
+
+@wrong("save_atomically", "it returns on every rank")
+def _(state, path):
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+# ---- resume_position -------------------------------------------------------------
+
+WHOLE_EPOCHS = "whole epochs done"
+SKIP = "the ranks together skip"
+
+
+@right("resume_position")
+def _(step, num_samples, global_batch_size, world_size):
+    epoch, into = divmod(step, num_samples // global_batch_size)
+    return epoch, into * global_batch_size // world_size
+
+
+@right("resume_position")
+def _(step, num_samples, global_batch_size, world_size):
+    epoch, left = 0, step
+    while left >= num_samples // global_batch_size:
+        epoch, left = epoch + 1, left - num_samples // global_batch_size
+    return [epoch, left * (global_batch_size // world_size)]
+
+
+@wrong("resume_position", SKIP)
+def _(step, num_samples, global_batch_size, world_size):  # all ranks' samples
+    epoch, into = divmod(step, num_samples // global_batch_size)
+    return epoch, into * global_batch_size
+
+
+@wrong("resume_position", SKIP)
+def _(step, num_samples, global_batch_size, world_size):  # steps
+    return divmod(step, num_samples // global_batch_size)
+
+
+@wrong("resume_position", SKIP)
+def _(step, num_samples, global_batch_size, world_size):  # starts the epoch again
+    return step // (num_samples // global_batch_size), 0
+
+
+@wrong("resume_position", SKIP)
+def _(step, num_samples, global_batch_size, world_size):  # as many as on two ranks
+    epoch, into = divmod(step, num_samples // global_batch_size)
+    return epoch, into * global_batch_size // 2
+
+
+@wrong("resume_position", WHOLE_EPOCHS)
+def _(step, num_samples, global_batch_size, world_size):  # counts from 1
+    epoch, into = divmod(step, num_samples // global_batch_size)
+    return epoch + 1, into * global_batch_size // world_size
+
+
+@wrong("resume_position", WHOLE_EPOCHS)
+def _(step, num_samples, global_batch_size, world_size):  # does not drop the rest
+    epoch, into = divmod(step, -(-num_samples // global_batch_size))
+    return epoch, into * global_batch_size // world_size
+
+
+@wrong("resume_position", SKIP)
+def _(step, num_samples, global_batch_size, world_size):  # the batch is each rank's
+    epoch, into = divmod(step, num_samples // global_batch_size)
+    return epoch, into * global_batch_size * world_size
+
+
+@wrong("resume_position", SKIP)
+def _(step, num_samples, global_batch_size, world_size):  # samples, rest included
+    epoch, samples = divmod(step * global_batch_size, num_samples)
+    return epoch, samples // world_size
+
+
+@wrong("resume_position", WHOLE_EPOCHS)
+def _(step, num_samples, global_batch_size, world_size):  # stays in the last epoch
+    steps = num_samples // global_batch_size
+    epoch = max(0, step - 1) // steps
+    return epoch, (step - epoch * steps) * global_batch_size // world_size
+
+
+@wrong("resume_position", "a pair of whole numbers")
+def _(step, num_samples, global_batch_size, world_size):
+    epoch, into = divmod(step, num_samples // global_batch_size)
+    return epoch, into * global_batch_size / world_size
+
+
+@wrong("resume_position", "a pair of whole numbers")
+def _(step, num_samples, global_batch_size, world_size):
+    return step * global_batch_size // world_size
+
+
+# ---- steps_between_saves ---------------------------------------------------------
+
+YOUNG = "sqrt(2 x save time"
+
+
+@right("steps_between_saves")
+def _(save_s, step_s, machine_mtbf_s, num_machines):
+    best_s = math.sqrt(2 * save_s * machine_mtbf_s / num_machines)
+    return max(1, round(best_s / step_s))
+
+
+@right("steps_between_saves")
+def _(save_s, step_s, machine_mtbf_s, num_machines):
+    failures_per_s = num_machines / machine_mtbf_s
+    return int((2 * save_s / failures_per_s) ** 0.5 / step_s) or 1
+
+
+@wrong("steps_between_saves", YOUNG)
+def _(save_s, step_s, machine_mtbf_s, num_machines):  # one machine's failures
+    return max(1, round(math.sqrt(2 * save_s * machine_mtbf_s) / step_s))
+
+
+@wrong("steps_between_saves", YOUNG)
+def _(save_s, step_s, machine_mtbf_s, num_machines):  # seconds
+    return max(1, round(math.sqrt(2 * save_s * machine_mtbf_s / num_machines)))
+
+
+@wrong("steps_between_saves", YOUNG)
+def _(save_s, step_s, machine_mtbf_s, num_machines):  # more machines fail less?
+    return max(1, round(math.sqrt(2 * save_s * machine_mtbf_s * num_machines) / step_s))
+
+
+@wrong("steps_between_saves", YOUNG)
+def _(save_s, step_s, machine_mtbf_s, num_machines):  # without the 2
+    return max(1, round(math.sqrt(save_s * machine_mtbf_s / num_machines) / step_s))
+
+
+@wrong("steps_between_saves", YOUNG)
+def _(save_s, step_s, machine_mtbf_s, num_machines):  # without the root
+    return max(1, round(2 * save_s * machine_mtbf_s / num_machines / step_s))
+
+
+@wrong("steps_between_saves", YOUNG)
+def _(save_s, step_s, machine_mtbf_s, num_machines):  # once a failure
+    return max(1, round(machine_mtbf_s / num_machines / step_s))
+
+
+@wrong("steps_between_saves", "1 or more")
+def _(save_s, step_s, machine_mtbf_s, num_machines):
+    return round(math.sqrt(2 * save_s * machine_mtbf_s / num_machines) / step_s)
+
+
+@wrong("steps_between_saves", "a whole number")
+def _(save_s, step_s, machine_mtbf_s, num_machines):
+    return math.sqrt(2 * save_s * machine_mtbf_s / num_machines) / step_s
