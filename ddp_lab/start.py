@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from typing import Any
 
+from ddp_lab.errors import LabError
+
 __all__ = [
     "early_env",
     "environment",
@@ -82,6 +84,9 @@ def host_store() -> tuple[int, Any]:
 
     The port is chosen by the system and already bound, so nobody can take it, and it is
     bound to 127.0.0.1: left alone, TCPStore listens on every interface.
+
+    Raises:
+        LabError: this machine lets nobody connect to it.
     """
     import torch.distributed as dist
 
@@ -89,6 +94,14 @@ def host_store() -> tuple[int, Any]:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
         port = int(listener.getsockname()[1])
+        try:  # left alone, TCPStore tries for five minutes
+            with socket.create_connection(("127.0.0.1", port), timeout=5.0):
+                listener.accept()[0].close()
+        except OSError as error:
+            raise LabError(
+                f"ranks cannot meet: no connection to 127.0.0.1 ({error}); is this "
+                "machine's loopback interface up, and does its firewall let it through?"
+            ) from None
         store = dist.TCPStore(
             "127.0.0.1",
             port,

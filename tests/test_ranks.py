@@ -1,6 +1,7 @@
 """A set of ranks runs many calls, and knows when it cannot run another."""
 
 import os
+import socket
 import time
 
 import psutil
@@ -8,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_lab.errors import RankFailed, RanksStuck
+from ddp_lab.errors import LabError, RankFailed, RanksStuck
 from ddp_lab.payload import pack_call
 from ddp_lab.ranks import Ranks
-from ddp_lab.start import threads_per_rank
+from ddp_lab.start import host_store, threads_per_rank
 
 
 def run(ranks, fn, *args, **options):
@@ -104,6 +105,16 @@ def test_a_set_that_is_forgotten_ends_with_its_owner():
     while psutil.pid_exists(pid) and time.monotonic() < end:
         time.sleep(0.05)
     assert not psutil.pid_exists(pid)
+
+
+def test_a_machine_that_lets_nobody_connect(monkeypatch):
+    def refuse(address, timeout):
+        assert address[0] == "127.0.0.1"
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with pytest.raises(LabError, match=r"Network is unreachable.*loopback"):
+        host_store()
 
 
 def test_threads_per_rank(monkeypatch):
