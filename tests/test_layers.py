@@ -43,8 +43,11 @@ FLOORS = [
     },
     {
         "checks",
+        "compare",
+        "comparison",
         "curves",
         "diagrams",
+        "differences",
         "drawing",
         "exercise",
         "exercises_data",
