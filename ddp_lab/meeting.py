@@ -12,14 +12,16 @@ Whoever waits in vain says who is missing, and on which host as far as that is k
 """
 
 import datetime
+import itertools
 import json
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -28,8 +30,12 @@ from ddp_lab.slurm import slurm_hosts
 
 __all__ = ["meet"]
 
-_POLL_S = 0.02  # between two looks into the store
+_POLL_S = 0.05  # between two looks into the store
+_ALIVE_S = 1.0  # who has not repeated its hello for so long is not here any more
 _ANSWER_S = 10.0  # for whoever listens at the port to show that it is a store
+
+# What this process hosts, for as long as it lives: the others may come back to it.
+_hosted: dict[tuple[str, int], dist.TCPStore] = {}
 
 
 def meet(
@@ -52,17 +58,39 @@ def meet(
 
     **Collective**: all ranks of the run.
     """
+    # the main thread stands still meanwhile, which shows those who look that it waits
+    return _aside(lambda: _meet(ranks, timeout_s, by_gloo))
+
+
+T = TypeVar("T")
+
+
+def _aside(work: Callable[[], T], limit_s: float | None = None) -> T:
+    """Do something in a thread of its own, and give it up after a time."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(limit_s)
+
+
+def _meet(ranks: Mapping[str, int], timeout_s: float, by_gloo: bool) -> dist.Store:
     rank, world_size = ranks["rank"], ranks["world_size"]
     host, port = _address(rank)
     # torchrun and launch() host the store themselves and say so; otherwise rank 0 does
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     listener = None
-    if rank == 0 and not hosted:
+    if rank == 0 and not hosted and (host, port) not in _hosted:
         only_here = ranks["local_world_size"] == world_size
         listener = _listen(host, port, only_here)
     tcp_store = _open_store(rank, host, port, listener, timeout_s)
     # two jobs may have been given one port: each keeps to its own part of the store
-    store = dist.PrefixStore(f"ddp_lab/{_run_id()}/{world_size}", tcp_store)
+    store = dist.PrefixStore(f"ddp_lab/{_run_id()}", tcp_store)
     everybody = _check_in(store, ranks, timeout_s)
     if by_gloo:
         _check_addresses(everybody, host, port)
@@ -71,7 +99,7 @@ def meet(
 
 def _address(rank: int) -> tuple[str, int]:
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+    if not host or not port.isdigit() or not 0 < int(port) < 2**16 or ".." in host:
         raise BadInput(
             f"rank {rank}: MASTER_ADDR={host!r} and MASTER_PORT={port!r} must say "
             "where rank 0 waits; torchrun sets both, under srun the job script does"
@@ -113,41 +141,35 @@ def _open_store(
     rank: int, host: str, port: int, listener: socket.socket | None, timeout_s: float
 ) -> dist.TCPStore:
     """Become a client of the store; with a listener, host it too."""
+    if (host, port) in _hosted:
+        return _hosted[host, port]
     if listener is None:
         _wait_for_port(rank, host, port, timeout_s)
-    outcome: list[dist.TCPStore | Exception] = []
-
-    def connect() -> None:
-        try:
-            outcome.append(
-                dist.TCPStore(
-                    host,
-                    port,
-                    is_master=listener is not None,
-                    timeout=datetime.timedelta(seconds=max(timeout_s, _ANSWER_S)),
-                    wait_for_workers=False,
-                    master_listen_fd=listener.detach() if listener else None,
-                )
-            )
-        except Exception as error:
-            outcome.append(error)
-
-    # a program that is no store, but lets us in and is silent, would hold us for ever
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(_ANSWER_S)
-    result = outcome[0] if outcome else TimeoutError("no answer")
-    if isinstance(result, dist.TCPStore):
-        return result
-    if outcome and not isinstance(result, dist.DistError):
-        raise result
-    cure = "another program has the port: choose another MASTER_PORT for all ranks"
+    timeout = datetime.timedelta(seconds=max(timeout_s, _ANSWER_S))
+    try:
+        # a program that lets us in, but is no store and silent, would hold us for ever
+        store = _aside(
+            lambda: dist.TCPStore(
+                host,
+                port,
+                is_master=listener is not None,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach() if listener else None,
+            ),
+            limit_s=_ANSWER_S,
+        )
+    except (TimeoutError, dist.DistError) as error:
+        cure = "another program has the port: choose another MASTER_PORT for all ranks"
+        if listener:
+            cure = "rank 0 hosts one, so MASTER_ADDR must be its own machine's address"
+        raise LabError(
+            f"rank {rank} on {socket.gethostname()}: what answers at {host}:{port} is "
+            f"no store of PyTorch's; {cure}"
+        ) from error
     if listener:
-        cure = "rank 0 hosts it, so MASTER_ADDR must be an address of its own machine"
-    raise LabError(
-        f"rank {rank} on {socket.gethostname()}: what answers at {host}:{port} is no "
-        f"store of PyTorch's; {cure}"
-    ) from result
+        _hosted[host, port] = store
+    return store
 
 
 def _wait_for_port(rank: int, host: str, port: int, timeout_s: float) -> None:
@@ -178,36 +200,78 @@ def _check_in(
     me = {
         "nonce": uuid.uuid4().hex,
         "host": socket.gethostname(),
+        "world_size": world_size,
         "gloo_address": _gloo_address(),
     }
     hello = [f"hello/{r}" for r in range(world_size)]
     welcome = f"welcome/{me['nonce']}"
     end = time.monotonic() + timeout_s
+    before: dict[int, bytes] = {}  # what was there shortly before the end
     try:
         if rank == 0:  # those of an earlier attempt, who will not say it again
             for key in hello:
                 store.delete_key(key)
-        while not store.check([welcome]):
-            store.set(hello[rank], json.dumps(me))
+        for count in itertools.count():
+            if store.check([welcome]):
+                everybody = json.loads(store.get(welcome))
+                read = f"read/{everybody[0]['nonce']}"
+                num_read = store.add(read, 1)
+                # rank 0 may host the store, and may be about to fail: not before all
+                # others know why
+                while rank == 0 and num_read < world_size and time.monotonic() < end:
+                    time.sleep(_POLL_S / 10)
+                    num_read = store.add(read, 0)
+                return _agreed(everybody)
+            if count and store.check(hello[rank : rank + 1]):
+                _check_alone(me, json.loads(store.get(hello[rank])), rank)
+            store.set(hello[rank], json.dumps(me | {"count": count}))
+            now = time.monotonic()
             if rank == 0 and store.check(hello):
                 everybody = [json.loads(store.get(key)) for key in hello]
                 for other in everybody:
                     store.set(f"welcome/{other['nonce']}", json.dumps(everybody))
-            elif time.monotonic() > end:
-                here = {r: key for r, key in enumerate(hello) if store.check([key])}
-                hosts = {
-                    r: json.loads(store.get(key))["host"] for r, key in here.items()
-                }
-                raise LabError(_who_is_missing(ranks, hosts, timeout_s))
-            else:
-                time.sleep(_POLL_S)
-        return list(json.loads(store.get(welcome)))
+                continue
+            if not before and now > end - min(_ALIVE_S, timeout_s / 2):
+                before = _present(store, hello)
+            if now > end:
+                after = _present(store, hello).items()
+                alive = {r: text for r, text in after if text != before.get(r)}
+                if len(alive) < world_size or now > end + _ANSWER_S:
+                    hosts = {r: json.loads(text)["host"] for r, text in alive.items()}
+                    raise LabError(_who_is_missing(ranks, hosts, timeout_s))
+            time.sleep(_POLL_S)
     except dist.DistError as error:
         raise LabError(
             f"rank {rank} on {socket.gethostname()} lost the store before all ranks "
             "had arrived: its host, rank 0 or the launcher, has ended; what that one "
             "said tells why"
         ) from error
+    raise AssertionError("count has no end")
+
+
+def _check_alone(me: dict[str, Any], found: dict[str, Any], rank: int) -> None:
+    if found["nonce"] != me["nonce"]:
+        raise BadInput(
+            f"rank {rank} on {me['host']}: a process on {found['host']} says that it "
+            f"is rank {rank} too: two processes were given one rank, or two jobs one "
+            "MASTER_PORT"
+        )
+
+
+def _present(store: dist.Store, keys: list[str]) -> dict[int, bytes]:
+    return {k: store.get(key) for k, key in enumerate(keys) if store.check([key])}
+
+
+def _agreed(everybody: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for rank, they in enumerate(everybody):
+        if they["world_size"] != len(everybody):
+            raise BadInput(
+                f"rank 0 on {everybody[0]['host']} was told WORLD_SIZE="
+                f"{len(everybody)}, but rank {rank} on {they['host']} "
+                f"{they['world_size']}: it must be the number of ranks, and the same "
+                "for all of them"
+            )
+    return everybody
 
 
 def _who_is_missing(
@@ -215,12 +279,8 @@ def _who_is_missing(
 ) -> str:
     world_size = ranks["world_size"]
     missing = [r for r in range(world_size) if r not in hosts]
-    if not missing:  # all keys are there, but one of them is somebody else's
-        return (
-            f"rank {ranks['rank']} on {socket.gethostname()} was not let in within "
-            f"{timeout_s:g} s: the ranks started without it, so two processes were "
-            "given the same rank, or two jobs the same MASTER_PORT"
-        )
+    if not missing:
+        return f"all {world_size} ranks are here, but rank 0 lets none in: start anew"
     message = (
         f"{len(hosts)} of {world_size} ranks arrived within {timeout_s:g} s, missing: "
         f"{_ranges(missing)}{_expected(missing)}. Did it fail before it came here, or "
