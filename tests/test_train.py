@@ -127,6 +127,26 @@ def test_torchrun_tells_of_bad_input(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+BROKEN = """
+import runpy
+from ddp_lab import loop
+def fit_on_rank(*args, **kwargs):
+    raise KeyError("label_column")
+loop.fit_on_rank = fit_on_rank
+runpy.run_module("ddp_lab.train", run_name="__main__")
+"""
+
+
+def test_torchruns_summary_has_an_unexpected_errors_traceback(tmp_path):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    command = [*TORCHRUN, "--nproc-per-node", "2", "broken.py", "--device", "cpu"]
+    status, _, complaints = run(command, tmp_path, OMP_NUM_THREADS="1")
+    assert status != 0
+    summary = "\n".join(complaints).partition("Root Cause")[2]
+    assert "KeyError: 'label_column'" in summary
+    assert "in fit_on_rank" in summary
+
+
 def options():
     found = []
     for field in dataclasses.fields(TrainConfig):
