@@ -106,6 +106,19 @@ def fail_to_download() -> None:
     dist.barrier()
 
 
+def rank_0_leaves_first() -> str:
+    """The store must outlive it: the last rank still asks it something."""
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.destroy_process_group()
+        return "gone"
+    time.sleep(0.5)
+    store = dist.distributed_c10d._get_default_store()
+    store.set("name", "value")
+    return store.get("name").decode()
+
+
 def give_up_after(seconds: float) -> None:
     """A deadlock with a time limit of torch's own."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))

@@ -1,5 +1,6 @@
 """launch: functions run on real processes, and whatever happens there is told."""
 
+import importlib
 import os
 import re
 import stat
@@ -194,6 +195,28 @@ def test_the_same_mistake_on_all_ranks():
     assert [failure.rank for failure in caught.value.failures] == [0, 1]
     assert caught.value.failures[0].exception is None
     assert "raise Unpicklable(1, 2)" in caught.value.failures[0].traceback
+
+
+@pytest.mark.parametrize(
+    ("line", "headline"),
+    [
+        ("raise ImportError('no such library')", "ImportError: no such library"),
+        ("os._exit(7)", "exit: the process ended with exit code 7"),
+    ],
+)
+def test_a_rank_that_fails_before_the_function(line, headline, tmp_path, monkeypatch):
+    """Its module cannot be imported there: told at once, and not tried for ever."""
+    name = f"fails_{headline.partition(':')[0].lower()}"
+    code = f"import os\nif 'RANK' in os.environ:\n    {line}\ndef fn():\n    pass\n"
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RankFailed) as caught:
+        quick(importlib.import_module(name).fn)
+    assert str(caught.value).startswith(f"rank 0 of 2 failed: {headline}")
+
+
+def test_rank_0_may_leave_first():
+    assert quick(on_ranks.rank_0_leaves_first) == ["gone", "value"]
 
 
 def test_a_refused_download_is_the_cause():
