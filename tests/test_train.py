@@ -175,7 +175,8 @@ def test_resume_goes_on(spawned, tmp_path):
     config = Run(tmp_path / "a").config_file.read_bytes()
     status, said, complaints = run([*TRAIN, "--resume", "a", "--epochs", "3"], tmp_path)
     assert (status, complaints) == (0, [])
-    assert [line.split()[1] for line in said[1:-1]] == ["3/3"]
+    assert said[1] == "going on after step 4, in epoch 3"
+    assert [line.split()[1] for line in said[2:-1]] == ["3/3"]
     history = Run.open(tmp_path / "a").history
     assert [line["step"] for line in history.steps] == [1, 2, 3, 4, 5, 6]
     assert Run(tmp_path / "a").config_file.read_bytes() == config
