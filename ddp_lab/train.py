@@ -153,6 +153,7 @@ def train(
         LabError: bad input, or ranks that failed or disagree.
     """
     ranks = read_ranks()
+    speaks = ranks is None or ranks["rank"] == 0
     folder = config.resume or config.out or _new_folder(config)
     if config.auto_resume and folder != config.out and ranks is None:
         raise BadInput("auto_resume: name the folder of the run with --out")
@@ -161,6 +162,7 @@ def train(
     elif config.resume is None:
         Run.check_free(folder)
     request = StopRequest(stop_flag)
+    history_before = Run(folder).read_history()
     try:
         if ranks is None:
             result = _spawn(config, folder, progress, on_record, request)
@@ -168,10 +170,13 @@ def train(
             check_no_notebook(ranks["rank"], ranks["world_size"])
             _check_joined(config, ranks["world_size"])
             result = fit_on_rank(config, folder, progress=progress)
-    finally:
+    except BaseException:
         # also when the run was stopped or diverged: the picture shows where
-        if ranks is None or ranks["rank"] == 0:
+        if speaks and Run(folder).read_history() != history_before:
             _draw(Run(folder))
+        raise
+    if speaks:
+        _draw(Run(folder))
     return {**result, "folder": folder}
 
 

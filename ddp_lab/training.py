@@ -125,7 +125,7 @@ class Training:
                 f"the checkpoint's weights do not fit model {config.model}: "
                 f"{first[0].strip().rstrip('.')}; start a new run"
             ) from error
-        rates = [group["initial_lr"] for group in self.optimizer.param_groups]
+        fresh = [{**group} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
         for name in _PROGRESS:
             setattr(self, name, state["progress"][name])
@@ -133,10 +133,8 @@ class Training:
             self.schedule.load_state_dict(state["schedule"])
             return
         # insisted on: the new settings' schedule, as far along as the run is
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["initial_lr"] = rate
-            for name in ("momentum", "weight_decay", "nesterov"):
-                group[name] = getattr(config, name)
+        for group, settings in zip(self.optimizer.param_groups, fresh, strict=True):
+            group.update(settings)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # no optimiser step comes before these
             for _ in range(self.epoch * num_steps + self.steps_into_epoch(config)):
