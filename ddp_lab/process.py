@@ -36,6 +36,7 @@ class RankProcess:
         self.began = False
         self.asked_s: float | None = None  # when a question without answer was sent
         self.tail = b""
+        self.peak_bytes = 0
         self.calls, calls = context.Pipe()
         self.control, control = context.Pipe()
         pipes = [context.Pipe(duplex=False) for _ in range(3)]
@@ -88,7 +89,9 @@ class RankProcess:
     def answer(self, watch: Watch) -> None:
         """Take the answer."""
         with contextlib.suppress(EOFError, OSError):
-            watch.saw(self.rank, pickle.loads(self.control.recv_bytes()))
+            sight: Sight = pickle.loads(self.control.recv_bytes())
+            watch.saw(self.rank, sight)
+            self.peak_bytes = sight.peak_bytes
             self.asked_s = None
 
     def last_words(self, patience_s: float) -> Sight | None:
@@ -130,6 +133,7 @@ class RankProcess:
             self.process.exitcode,
             self.last_words(ANSWER_S),
             self.tail.decode("utf-8", "replace"),
+            self.peak_bytes,
         )
 
     def close(self) -> None:

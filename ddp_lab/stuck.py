@@ -78,6 +78,8 @@ class Sight:
     """The last collective that was entered, ``all_reduce #2``, or ``-``."""
     in_collective: bool
     """Whether the rank waits inside torch.distributed."""
+    peak_bytes: int = 0
+    """The most memory that the process has had so far; 0 if unknown."""
 
 
 def look() -> Sight:
@@ -102,7 +104,17 @@ def look() -> Sight:
         cpu_s=time.process_time() - time.thread_time(),
         collective=collective,
         in_collective=open_ or bool(inside) or _arriving(lines),
+        peak_bytes=_peak_bytes(),
     )
+
+
+def _peak_bytes() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def forget_collectives() -> None:

@@ -7,9 +7,11 @@ while others still needed it, and the table of stuck ranks says so.
 """
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from ddp_lab.errors import Failure, RankFailed, RanksStuck
 from ddp_lab.inside import Failed, Returned
@@ -32,14 +34,18 @@ _LIKELY_CAUSE = {
 _SIZES_DIFFER = "Received data size doesn't match expected size"
 
 
-def died(exit_code: int | None, sight: Sight | None, last_output: str) -> Failed:
+def died(
+    exit_code: int | None, sight: Sight | None, last_output: str, peak_bytes: int = 0
+) -> Failed:
     """Describe a rank that ended without a word.
 
     Args:
         exit_code: of the process, minus the signal's number if it was killed.
         sight: where it crashed, if it could still say so.
         last_output: the end of its stderr.
+        peak_bytes: the most memory it had when it was last asked, 0 if it never was.
     """
+    text = f"Stack (innermost call last):\n{sight.stack}" if sight else ""
     if exit_code is not None and exit_code < 0:
         try:
             kind = signal.Signals(-exit_code).name
@@ -48,13 +54,15 @@ def died(exit_code: int | None, sight: Sight | None, last_output: str) -> Failed
         message = _LIKELY_CAUSE.get(kind, "the process was killed")
         if _SIZES_DIFFER in last_output:
             message = "two ranks gave tensors of different sizes to one collective"
+        if kind == "SIGKILL" and peak_bytes:
+            text = f"It had {peak_bytes / 2**30:.1f} GiB when last asked{_of_all()}\n"
     else:
         kind = "exit"
         message = f"the process ended with exit code {exit_code}, fn did not return"
     return Failed(
         kind=kind,
         message=message,
-        text=f"Stack (innermost call last):\n{sight.stack}" if sight else "",
+        text=text,
         where=sight.where if sight else "",
         at_s=time.monotonic(),
         consequence=False,
@@ -63,6 +71,16 @@ def died(exit_code: int | None, sight: Sight | None, last_output: str) -> Failed
         collective="-",
         group_open=False,
     )
+
+
+def _of_all() -> str:
+    """How much memory there is for all ranks together, where the system tells."""
+    sizes = []
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with contextlib.suppress(ValueError, OSError):  # a container's limit, or "max"
+        sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return f"; all ranks share {min(sizes) / 2**30:.1f} GiB" if sizes else ""
 
 
 def rows_of(outcomes: Sequence[Outcome], watch: Watch) -> list[Row]:

@@ -68,6 +68,15 @@ def print_and_die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def fill_memory_and_die(num_bytes: int) -> None:
+    """What the system does to the greediest process when memory runs out."""
+    memory = bytearray(num_bytes)
+    memory[::4096] = b"x" * len(memory[::4096])
+    time.sleep(3.0)  # long enough to be asked, once a second
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def print_much(num_lines: int) -> None:
     """Write as fast as Python can."""
     rank = os.environ["RANK"]

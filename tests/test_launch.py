@@ -197,6 +197,16 @@ def test_the_same_mistake_on_all_ranks():
     assert "raise Unpicklable(1, 2)" in caught.value.failures[0].traceback
 
 
+def test_a_killed_ranks_memory_is_told():
+    with pytest.raises(RankFailed) as caught:
+        quick(on_ranks.fill_memory_and_die, 2**29)
+    report = caught.value.report
+    found = re.search(r"It had ([\d.]+) GiB .*; all ranks share ([\d.]+) GiB", report)
+    assert found, report
+    had, there_is = map(float, found.groups())
+    assert 0.5 <= had <= there_is  # an idle rank has about 0.3
+
+
 @pytest.mark.parametrize(
     ("line", "headline"),
     [
