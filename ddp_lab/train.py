@@ -203,7 +203,7 @@ def _spawn(
             )
     data = load_dataset(config)
     check_fits(config, data, num_ranks)
-    check_model(config, len(data.classes), micro)
+    check_model(config, len(data.classes), micro, num_ranks)
     if state is not None:
         check_resumable(config, state, data)
     results: list[dict[str, Any]] = launch(
