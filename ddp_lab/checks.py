@@ -18,6 +18,7 @@ from typing import Any
 
 from ddp_lab.errors import BadInput, CheckFailed, RankFailed, RanksStuck
 from ddp_lab.exercise import Exercise, Words, Wrong, tell
+from ddp_lab.exercises_curve import CURVE_EXERCISES
 from ddp_lab.exercises_data import DATA_EXERCISES
 from ddp_lab.exercises_failures import FAILURE_EXERCISES
 from ddp_lab.exercises_hosts import HOST_EXERCISES
@@ -34,6 +35,7 @@ EXERCISES: dict[str, Exercise] = {
         *RANK_EXERCISES,
         *MODEL_EXERCISES,
         *DATA_EXERCISES,
+        *CURVE_EXERCISES,
         *FAILURE_EXERCISES,
         *HOST_EXERCISES,
     )

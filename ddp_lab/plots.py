@@ -3,6 +3,7 @@
     plot_loss         how the loss of a run falls, and each rank's own behind it
     LiveCurve         the same, while the ranks train
     plot_comparison   the same training on several numbers of ranks, how far apart
+    plot_losses       several trainings, also with different batch sizes
     plot_shards       which rank gets which sample, epoch by epoch
     plot_collective   what a collective does: each rank's tensor before and after
     plot_ring         the ring all-reduce, step by step, with the bytes on each link
@@ -22,6 +23,7 @@ from ddp_lab.differences import plot_comparison
 from ddp_lab.drawing import RANK_COLOURS, rank_colour, save_picture, style
 from ddp_lab.messages import plot_collective, plot_ring
 from ddp_lab.recovery import plot_lost_time, plot_resumed
+from ddp_lab.side_by_side import plot_losses
 
 __all__ = [
     "RANK_COLOURS",
@@ -31,6 +33,7 @@ __all__ = [
     "plot_comparison",
     "plot_hosts",
     "plot_loss",
+    "plot_losses",
     "plot_lost_time",
     "plot_memory",
     "plot_resumed",

@@ -1673,3 +1673,230 @@ def _(save_s, step_s, machine_mtbf_s, num_machines):
 @wrong("steps_between_saves", "a whole number")
 def _(save_s, step_s, machine_mtbf_s, num_machines):
     return math.sqrt(2 * save_s * machine_mtbf_s / num_machines) / step_s
+
+
+# ---- loss_weight -----------------------------------------------------------------
+
+EVERY_SAMPLE = "every sample counts the same"
+MEAN_OF_ALL = "the mean over all samples"
+
+
+def _total(num_samples):
+    total = torch.tensor(float(num_samples))
+    dist.all_reduce(total)
+    return total.item()
+
+
+@right("loss_weight")
+def _(num_samples):
+    return dist.get_world_size() / _total(num_samples)
+
+
+@right("loss_weight")
+def _(num_samples):
+    counts = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, num_samples)
+    return torch.tensor(len(counts) / sum(counts))
+
+
+@wrong("loss_weight", EVERY_SAMPLE)
+def _(num_samples):  # the mean of means
+    return 1 / max(num_samples, 1)
+
+
+@wrong("loss_weight", MEAN_OF_ALL)
+def _(num_samples):  # as if DDP took the sum
+    return 1 / _total(num_samples)
+
+
+@wrong("loss_weight", MEAN_OF_ALL)
+def _(num_samples):
+    return 1 / dist.get_world_size()
+
+
+@wrong("loss_weight", MEAN_OF_ALL)
+def _(num_samples):  # upside down
+    return _total(num_samples) / dist.get_world_size()
+
+
+@wrong("loss_weight", MEAN_OF_ALL)
+def _(num_samples):  # its share of the samples
+    return dist.get_world_size() * num_samples / _total(num_samples)
+
+
+@wrong("loss_weight", EVERY_SAMPLE)
+def _(num_samples):  # the total stays on rank 0
+    total = torch.tensor(float(num_samples))
+    dist.reduce(total, dst=0)
+    mine = total.item() if dist.get_rank() == 0 else max(num_samples, 1)
+    return dist.get_world_size() / mine
+
+
+@wrong("loss_weight", "returns on every rank")
+def _(num_samples):  # a rank without samples stays away
+    if num_samples == 0:
+        return 0.0
+    return dist.get_world_size() / _total(num_samples)
+
+
+@wrong("loss_weight", "it is a number")
+def _(num_samples):  # nothing is returned
+    print(dist.get_world_size() / _total(num_samples))
+
+
+# ---- splits ----------------------------------------------------------------------
+
+EVERY_WAY = "every way is in the list"
+PRODUCT = "is the global batch size"
+
+
+@right("splits")
+def _(global_batch_size, world_size):
+    share, rest = divmod(global_batch_size, world_size)
+    if rest:
+        return []
+    return [(share // k, k) for k in range(1, share + 1) if share % k == 0]
+
+
+@right("splits")
+def _(global_batch_size, world_size):
+    found = []
+    for micro in range(global_batch_size, 0, -1):
+        if global_batch_size % (world_size * micro) == 0:
+            found.append([micro, global_batch_size // (world_size * micro)])
+    return found
+
+
+@wrong("splits", PRODUCT)
+def _(global_batch_size, world_size):  # forgets the ranks
+    n = global_batch_size
+    return [(n // k, k) for k in range(1, n + 1) if n % k == 0]
+
+
+@wrong("splits", PRODUCT)
+def _(global_batch_size, world_size):  # cuts off the rest
+    share = global_batch_size // world_size
+    return [(share // k, k) for k in range(1, share + 1) if share % k == 0]
+
+
+@wrong("splits", EVERY_WAY)
+def _(global_batch_size, world_size):  # one way only
+    share, rest = divmod(global_batch_size, world_size)
+    return [] if rest else [(share, 1)]
+
+
+@wrong("splits", EVERY_WAY)
+def _(global_batch_size, world_size):  # powers of two only
+    share, rest = divmod(global_batch_size, world_size)
+    steps = [2**k for k in range(10) if share % 2**k == 0 and share]
+    return [] if rest else [(share // k, k) for k in steps]
+
+
+@wrong("splits", EVERY_WAY)
+def _(global_batch_size, world_size):  # the last one is missing
+    share, rest = divmod(global_batch_size, world_size)
+    return [] if rest else [(share // k, k) for k in range(1, share) if share % k == 0]
+
+
+@wrong("splits", "the largest micro-batch comes first")
+def _(global_batch_size, world_size):
+    share, rest = divmod(global_batch_size, world_size)
+    ways = [(share // k, k) for k in range(share, 0, -1) if share % k == 0]
+    return [] if rest else ways
+
+
+@wrong("splits", "pairs of whole numbers")
+def _(global_batch_size, world_size):
+    share, rest = divmod(global_batch_size, world_size)
+    ways = [(share / k, k) for k in range(1, share + 1) if share % k == 0]
+    return [] if rest else ways
+
+
+@wrong("splits", "pairs of whole numbers")
+def _(global_batch_size, world_size):
+    return None
+
+
+# ---- warm_up ---------------------------------------------------------------------
+
+LINEAR = "lr x global_batch_size / lr_batch_size"
+REACHED = "after num_warmup_steps steps"
+FIRST = "the first step takes lr itself"
+
+
+@right("warm_up")
+def _(step, lr, lr_batch_size, global_batch_size, num_warmup_steps):
+    full = lr * global_batch_size / lr_batch_size
+    if step >= num_warmup_steps:
+        return full
+    return lr + (full - lr) * step / num_warmup_steps
+
+
+@right("warm_up")
+def _(step, lr, lr_batch_size, global_batch_size, num_warmup_steps):
+    k = global_batch_size / lr_batch_size
+    done = min(1.0, step / num_warmup_steps) if num_warmup_steps else 1.0
+    return lr * (1 + done * (k - 1))
+
+
+@wrong("warm_up", LINEAR)
+def _(step, lr, lr_batch_size, global_batch_size, num_warmup_steps):  # square root
+    full = lr * math.sqrt(global_batch_size / lr_batch_size)
+    done = min(1.0, step / num_warmup_steps) if num_warmup_steps else 1.0
+    return lr + (full - lr) * done
+
+
+@wrong("warm_up", LINEAR)
+def _(step, lr, lr_batch_size, global_batch_size, num_warmup_steps):  # no end
+    full = lr * global_batch_size / lr_batch_size
+    return lr + (full - lr) * step / max(num_warmup_steps, 1)
+
+
+@wrong("warm_up", LINEAR)
+def _(step, lr, lr_batch_size, global_batch_size, num_warmup_steps):  # upside down
+    full = lr * lr_batch_size / global_batch_size
+    done = min(1.0, step / num_warmup_steps) if num_warmup_steps else 1.0
+    return lr + (full - lr) * done
+
+
+@wrong("warm_up", REACHED)
+def _(step, lr, lr_batch_size, global_batch_size, num_warmup_steps):  # one late
+    full = lr * global_batch_size / lr_batch_size
+    return lr + (full - lr) * min(1.0, step / (num_warmup_steps + 1))
+
+
+@wrong("warm_up", FIRST)
+def _(step, lr, lr_batch_size, global_batch_size, num_warmup_steps):  # from zero
+    full = lr * global_batch_size / lr_batch_size
+    return full * min(1.0, step / num_warmup_steps) if num_warmup_steps else full
+
+
+@wrong("warm_up", FIRST)
+def _(step, lr, lr_batch_size, global_batch_size, num_warmup_steps):  # no warm-up
+    return lr * global_batch_size / lr_batch_size
+
+
+@wrong("warm_up", "by equal amounts")
+def _(step, lr, lr_batch_size, global_batch_size, num_warmup_steps):  # a constant
+    full = lr * global_batch_size / lr_batch_size
+    return full if step >= num_warmup_steps else lr
+
+
+@wrong("warm_up", "by equal amounts")
+def _(step, lr, lr_batch_size, global_batch_size, num_warmup_steps):  # geometric
+    k = global_batch_size / lr_batch_size
+    done = min(1.0, step / num_warmup_steps) if num_warmup_steps else 1.0
+    return lr * k**done
+
+
+@wrong("warm_up", "returns on every rank")
+def _(step, lr, lr_batch_size, global_batch_size, num_warmup_steps):
+    full = lr * global_batch_size / lr_batch_size
+    return lr + (full - lr) * min(1.0, step / num_warmup_steps)
+
+
+@wrong("warm_up", "it is a number")
+def _(step, lr, lr_batch_size, global_batch_size, num_warmup_steps):
+    full = lr * global_batch_size / lr_batch_size
+    if step >= num_warmup_steps:
+        return full
