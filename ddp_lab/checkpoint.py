@@ -58,7 +58,10 @@ def save(folder: Path, state: dict[str, Any], *, keep: int = 2) -> Path:
             torch.save(state, file)
         _link(path, folder / _NEWEST)
     except (OSError, RuntimeError) as error:  # torch turns the first into the second
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        cause: BaseException = error
+        while not isinstance(cause, OSError) and cause.__context__:
+            cause = cause.__context__
+        reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
         older = [s for s in saved_steps(folder) if s < step]
         kept = f"; the one after step {older[0]} is still there" if older else ""
         raise BadInput(

@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ddp_lab import checkpoint
 from ddp_lab.config import RECIPES, TrainConfig
 from ddp_lab.datasets import load_dataset
-from ddp_lab.errors import BadInput, LabError, RankFailed
+from ddp_lab.errors import BadInput, LabError, RankFailed, Stopped
 from ddp_lab.launch import launch, shared
 from ddp_lab.loop import fit_on_rank
 from ddp_lab.model import check_model
@@ -295,7 +295,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result = train(config, style, stop_flag=request.flag)
     except LabError as error:
         cause = _lab_error_inside(error)
-        print(f"ddp_lab.train: {cause}", file=sys.stderr, flush=True)
+        ranks = read_ranks()
+        if ranks is None or ranks["rank"] == 0 or not isinstance(cause, Stopped):
+            print(f"ddp_lab.train: {cause}", file=sys.stderr, flush=True)
         return cause.exit_status
     except KeyboardInterrupt:
         print("ddp_lab.train: interrupted, all ranks are stopped", file=sys.stderr)
