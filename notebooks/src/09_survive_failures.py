@@ -1,0 +1,606 @@
+# %% [markdown]
+# # Survive failures
+#
+# > My run needs three days. The cluster gives me one, and last night a GPU fell out.
+#
+# A run on one machine fails now and then. A run on a thousand machines fails every few
+# hours, because it fails as soon as one of them does. So a run has to be able to stop
+# anywhere, and go on as if nothing had happened.
+#
+# At the end of this notebook you will be able to
+#
+# - say what belongs in a checkpoint, and write one that no crash can tear,
+# - kill a rank, go on with the same curve to the last bit, or with another number of
+#   ranks,
+# - let `torchrun`, Slurm or Kubernetes do that by themselves,
+# - say how often to save.
+#
+# It takes about 30 minutes. You know the training of notebook 05.
+
+# %% [markdown] tags=["lesson"]
+# ## The same run
+#
+# What is a run, between two steps? Let us find out with a training so small that it
+# needs no ranks: an optimiser with momentum, a learning rate that rises and falls, and
+# an order of the samples that is drawn anew in each epoch.
+
+# %% tags=["lesson"]
+import io
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+
+digits = load_digits()
+images = torch.tensor(digits.images).flatten(1).float() / 16  # (1797, 64)
+labels = torch.tensor(digits.target)
+num_threads = torch.get_num_threads()
+torch.set_num_threads(1)
+
+
+def start():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=0.2, total_steps=100, cycle_momentum=False
+    )
+    return {"model": model, "optimizer": optimizer, "schedule": schedule}
+
+
+# %% [markdown] tags=["lesson"]
+# `go_on` trains from step `step` on. Where it is in which epoch follows from the step,
+# and the order of an epoch from its number: no random state has to be kept.
+
+
+# %% tags=["lesson"]
+def go_on(parts, step, num_steps):
+    """Return the losses by step; a step is counted when it is done."""
+    losses = {}
+    for step in range(step, step + num_steps):
+        epoch, k = divmod(step, 28)  # steps an epoch, of 64 samples
+        generator = torch.Generator().manual_seed(epoch)
+        batch = torch.randperm(len(labels), generator=generator)[64 * k : 64 * k + 64]
+        loss = F.cross_entropy(parts["model"](images[batch]), labels[batch])
+        parts["optimizer"].zero_grad()
+        loss.backward()
+        parts["optimizer"].step()
+        parts["schedule"].step()
+        losses[step + 1] = loss.item()
+    return losses
+
+
+whole = go_on(start(), 0, 60)
+
+stopped = start()
+first = go_on(stopped, 0, 20)
+state = {name: part.state_dict() for name, part in stopped.items()} | {"step": 20}
+checkpoint_bytes = io.BytesIO()
+torch.save(state, checkpoint_bytes)
+
+# %% [markdown] tags=["lesson"]
+# One run went through, the other stopped after step 20, in the middle of its first
+# epoch. Of the three parts and the step, most scripts save the weights alone.
+#
+# **Predict:** you go on from the weights alone. What will the curve do at the seam?
+
+
+# %% tags=["lesson"]
+import matplotlib.pyplot as plt
+
+from ddp_lab.plots import plot_resumed
+
+
+def resume(forget=()):
+    saved = torch.load(io.BytesIO(checkpoint_bytes.getvalue()), weights_only=True)
+    parts = start()
+    for name, part in parts.items():
+        if name not in forget:
+            part.load_state_dict(saved[name])
+    losses = go_on(parts, 0 if "step" in forget else saved["step"], 40)
+    return dict(enumerate(losses.values(), start=21))
+
+
+alone = resume(forget=("optimizer", "schedule", "step"))
+curves = {"until it stopped": first, "going on from the weights alone": alone}
+title = "Weights alone: no jump, but from the seam on it is another run"
+plot_resumed(whole, curves, {20: "stopped"}, title)
+plt.show()
+
+# %% [markdown] tags=["lesson"]
+# The loss does not jump, so nothing looks wrong. But the learning rate begins to rise
+# from the bottom again, the momentum is gone, and the samples that were just seen come
+# again. What does each of them do?
+#
+# **Predict:** which of these matters most here? And if nothing is forgotten, how equal
+# is equal?
+
+# %% tags=["lesson"]
+for forget in (["optimizer"], ["schedule"], ["step"], []):
+    losses = resume(forget)
+    apart = max(abs(losses[step] - whole[step]) for step in losses)
+    bits = losses == {step: whole[step] for step in losses}
+    print(f"without {', '.join(forget) or 'nothing':10} same bits: {bits!s:6}", end="")
+    print(f"loss apart by ~ {apart:.2f}")
+    assert bits if not forget else apart > 0.01
+torch.set_num_threads(num_threads)
+
+# %% [markdown] tags=["lesson"]
+# With all four it is the *same run*: not a similar curve, the same bits. Each part that
+# is forgotten makes another one, however small the difference looks.
+#
+# Is there more? Whatever the next step reads: a gradient scaler under mixed precision,
+# an average of the weights, and the state of random generators, for dropout and
+# augmentation. `ddp_lab` saves no generator: it seeds each step anew from (seed, step,
+# rank). A state per rank could not go on with another number of ranks.
+#
+# ## Whole, or not at all
+#
+# Who writes a checkpoint over the old one has, for a moment, neither. The disk is full
+# or the process is killed at that moment, and days are lost.
+
+# %% tags=["lesson"]
+import tempfile
+from pathlib import Path
+
+scratch = tempfile.TemporaryDirectory()  # goes with the kernel
+home = Path(scratch.name)
+content = checkpoint_bytes.getvalue()
+
+
+def try_to_load(path):
+    try:
+        print(f"{path.name}: step", torch.load(path, weights_only=True)["step"])
+    except (OSError, RuntimeError, EOFError):
+        print(f"{path.name}: cannot be read")
+
+
+(home / "torn.pt").write_bytes(content[: len(content) // 2])  # killed half-way
+try_to_load(home / "torn.pt")
+
+# %% [markdown] tags=["lesson"]
+# A file system has one operation that cannot be seen half done: renaming. So write to
+# another name, and rename when all is there.
+#
+# **Predict:** the same kill, half-way. What is at `whole.pt`, and what beside it?
+
+
+# %% tags=["lesson"]
+import os
+
+
+def save(state, path, killed=False):
+    temporary = path.with_suffix(".tmp")  # in the same folder: on the same disk
+    with open(temporary, "wb") as file:
+        if killed:  # we play that the process is gone here
+            return file.write(content[: len(content) // 2])
+        torch.save(state, file)
+        file.flush()  # out of Python,
+        os.fsync(file.fileno())  # ... and onto the disk, if the power fails now
+    os.replace(temporary, path)  # in one step: the old one or the new one
+
+
+save(state | {"step": 10}, home / "whole.pt")
+num_bytes = save(state, home / "whole.pt", killed=True)
+try_to_load(home / "whole.pt")
+try_to_load(home / "whole.tmp")
+
+# %% [markdown] tags=["lesson"]
+# The old one is still there. Without `fsync` a file system may rename first and write
+# the bytes later, and after a power cut the new name holds nothing.
+#
+# On several ranks, **rank 0 alone** saves: with DDP all have the same weights, and two
+# writers of one file would tear it. The others need not wait, except before they leave.
+#
+# One more trap. `torch.load` reads a pickle, and a pickle can *run* what it likes.
+
+# %% tags=["lesson"]
+import pickle
+
+
+class Trap:
+    def __reduce__(self):  # what to call when it is loaded
+        return print, ("it runs: this could be any command",)
+
+
+torch.save({"model": Trap()}, home / "gift.pt")
+loaded = torch.load(home / "gift.pt", weights_only=False)
+try:
+    torch.load(home / "gift.pt", weights_only=True)
+except pickle.UnpicklingError:
+    print("weights_only=True: refused")
+
+# %% [markdown] tags=["lesson"]
+# `weights_only=True` takes tensors, numbers, texts and containers, and runs nothing. It
+# is the default since PyTorch 2.6. So put nothing else into a checkpoint.
+#
+# ## A run to kill
+#
+# Now the real one. The function runs `python -m ddp_lab.train` with its options on a
+# rank, as `torchrun` would start it. On rank 1 it can raise a signal after a certain
+# step, so that you see what we see.
+
+# %% tags=["lesson"]
+import contextlib
+import itertools
+import os
+import signal
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ddp_lab.train import main
+
+
+def train(line, number=None, after_step=None):
+    """Return the exit status and what was said on stderr."""
+    os.chdir(home)
+    steps, said = itertools.count(1), io.StringIO()
+
+    def strike(*_):
+        if os.environ["RANK"] == "1" and next(steps) == after_step:
+            os.kill(os.getpid(), number)
+
+    hook = register_optimizer_step_post_hook(strike)
+    with contextlib.redirect_stderr(said):
+        status = main(line.split())
+    hook.remove()
+    return status, said.getvalue()
+
+
+# %% [markdown] tags=["lesson"]
+# First a run that nobody kills: two epochs of six steps, and a checkpoint after every
+# fourth step and every epoch. `GroupNorm` instead of BatchNorm: you will see why.
+
+# %% tags=["lesson"]
+from ddp_lab.record import Run
+from ddp_lab.workers import Workers
+
+OPTIONS = (
+    "--device cpu --norm group --image-size 16 --limit-train 384 --limit-test 64 "
+    "--epochs 2 --lr 0.005 --checkpoint-every 4"
+)
+workers = Workers(2)
+results = workers.run(train, f"{OPTIONS} --out runs/whole", echo=False)
+print("exit status of each rank:", [status for status, _ in results])
+
+run = Run.open(home / "runs/whole")
+print("\n".join(sorted(path.name for path in run.folder.glob("checkpoint*"))))
+state = torch.load(run.folder / "checkpoint-00000008.pt", weights_only=True)
+print(*state)
+print({name: state["progress"][name] for name in ("epoch", "step", "samples")})
+
+# %% [markdown] tags=["lesson"]
+# The last two are kept (one can be damaged), and `checkpoint.pt` is another name of the
+# newest. Inside is what we found by hand. The `progress` says: one epoch and 8 steps
+# are done, so the next one goes on in the middle of the second epoch.
+#
+# **Predict:** rank 1 is killed in step 11, by SIGKILL, which no program can catch, as
+# when memory runs out. What becomes of rank 0? After which step is the last checkpoint?
+
+# %% tags=["lesson"]
+from ddp_lab.errors import RankFailed
+
+try:
+    workers.run(
+        train, f"{OPTIONS} --out runs/killed", signal.SIGKILL, after_step=11, echo=False
+    )
+except RankFailed as error:
+    print(error)
+workers.close()  # the dead one takes the others with it
+workers = Workers(2)
+
+
+def losses_of(name):
+    steps = Run.open(home / "runs" / name).history.steps
+    return {line["step"]: line["loss"] for line in steps}
+
+
+before = losses_of("killed")
+newest = torch.load(home / "runs/killed/checkpoint.pt", weights_only=True)
+print("last loss of step", max(before), "and checkpoint", newest["progress"]["step"])
+
+# %% [markdown] tags=["lesson"]
+# Who died, and by which signal (the cause is a guess; it was us). The other rank would have waited in the next
+# all-reduce; it found its connection broken. One rank less is the end of *all*: there
+# is no going on without the missing share of the batch. So start them all anew, from
+# the last checkpoint.
+#
+# We keep a copy for later. `--auto-resume` means: go on if there is something to go on
+# from, otherwise start. It is the same command each time, which is what a cluster
+# wants.
+#
+# **Predict:** which steps will be done twice? Will the final weights be equal, nearly
+# or to the bit?
+
+# %% tags=["lesson"]
+import shutil
+
+shutil.copytree(home / "runs/killed", home / "runs/fewer")
+command = f"{OPTIONS} --out runs/killed --auto-resume"
+results = workers.run(train, command, echo=False)
+print("exit status of each rank:", [status for status, _ in results])
+
+
+def same_weights(one, other):
+    names = [home / "runs" / name / "checkpoint.pt" for name in (one, other)]
+    a, b = (torch.load(name, weights_only=True)["model"] for name in names)
+    return all(torch.equal(a[key], b[key]) for key in a)
+
+
+print("steps in the history:", *losses_of("killed"))
+print("same losses:", losses_of("killed") == losses_of("whole"))
+print("same weights:", same_weights("killed", "whole"))
+
+# %% [markdown] tags=["lesson"]
+# Steps 9 and 10 were in the history already. They were cut off and made again, so there
+# is no gap and nothing is there twice. All 16-digit losses and all weights of the
+# network are the same bits.
+
+# %% tags=["lesson"]
+again = {step: loss for step, loss in losses_of("killed").items() if step > 8}
+parts = {"until rank 1 was killed": before, "going on": again}
+marks = {8: "checkpoint", 11: "rank 1 is killed"}
+title = "Killed and resumed: the same curve, with two steps done twice"
+plot_resumed(losses_of("whole"), parts, marks, title)
+plt.show()
+
+# %% [markdown] tags=["lesson"]
+# ## With other ranks
+#
+# The machine of rank 1 is broken, and there is no other. The copy of the killed run
+# goes on with a single rank: the global batch stays 64, so the one rank now takes all
+# 64 images of a step.
+#
+# **Predict:** again the same bits?
+
+# %% tags=["lesson"]
+from ddp_lab.launch import launch
+
+results = launch(train, "--resume runs/fewer", num_ranks=1, echo=False)
+fewer, whole = losses_of("fewer"), losses_of("whole")
+apart = max(abs(fewer[step] - whole[step]) for step in whole)
+print("exit status:", results[0][0], " same steps:", fewer.keys() == whole.keys())
+print(f"losses apart by at most ~ {apart:.0e}")
+assert apart < 1e-3  # float32, and sums in another order
+
+# %% [markdown] tags=["lesson"]
+# The same but for rounding: the sums over the batch are now taken in another order. It
+# takes three things. The checkpoint belongs to no rank. The position is counted in
+# samples of *all* ranks. And the model does not look at a rank's own batch, as
+# BatchNorm does: with it, one rank would train another model than two.
+#
+# ## torchrun starts them again
+#
+# Nobody wants to get up at night. With `--max-restarts`, `torchrun` starts all ranks of
+# a machine again when one has failed. The script below is `ddp_lab.train` with a fault
+# planted, in its first life only.
+
+# %% tags=["lesson"]
+num_written = (home / "flaky.py").write_text("""
+import itertools, os, signal, sys
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from ddp_lab.train import main
+
+steps = itertools.count(1)
+
+def strike(*_):
+    if next(steps) == 11:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    register_optimizer_step_post_hook(strike)
+sys.exit(main())
+""")
+
+# %% [markdown] tags=["lesson"]
+# In a terminal: `torchrun --standalone --nproc-per-node 2 --max-restarts 3 flaky.py`
+# and the options. Under `--max-restarts` the program resumes by itself.
+#
+# **Predict:** how often will rank 0 say its first line?
+
+# %% tags=["lesson"]
+import re
+import subprocess
+import sys
+
+torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 3"
+line = f"{torchrun} flaky.py {OPTIONS} --out runs/torchrun".split()
+done = subprocess.run([sys.executable, *line], cwd=home, capture_output=True, text=True)
+assert done.returncode == 0, done.stderr
+
+for said in done.stdout.splitlines():
+    if said.startswith(("resnet18", "going on")):
+        print("rank 0:  ", said)
+for code, rank in re.findall(r"exitcode: (\S+)\) local_rank: (\d)", done.stderr):
+    print(f"torchrun: local rank {rank} failed with exit code {code}")
+print("same weights:", same_weights("torchrun", "whole"))
+
+# %% [markdown] tags=["lesson"]
+# Two lives, one run, no human. Exit code -9 is signal 9, SIGKILL.
+#
+# On several machines it works in the same way: each runs a `torchrun`, and all of them
+# meet anew after a failure. With `--nnodes 1:2` the run is *elastic*: it starts again
+# with the machines that are left, one or two, and once more when the second is back
+# ([PyTorch docs](https://docs.pytorch.org/docs/stable/elastic/quickstart.html)). Each
+# time, ranks and world size may be others: what you saw above with one rank.
+#
+# ## The polite kill
+#
+# A cluster that wants its machine back asks first. It sends SIGTERM, waits for half a
+# minute or so, and only then sends SIGKILL. Time enough to save, if somebody listens.
+#
+# **Predict:** rank 1 alone gets a SIGTERM in step 5. Who stops, and after which step?
+
+# %% tags=["lesson"]
+command = f"{OPTIONS} --out runs/asked --auto-resume"
+results = workers.run(train, command, signal.SIGTERM, after_step=5, echo=False)
+for status, said in results:
+    print(status, said, end="")
+
+results = workers.run(train, command, echo=False)  # the same command again
+print("then:", [status for status, _ in results])
+print("same weights:", same_weights("asked", "whole"))
+workers.close()
+
+# %% [markdown] tags=["lesson"]
+# Both, after the same step. The handler of a signal only makes a note; at the end of
+# the step the ranks tell each other (`should_stop` of notebook 05), rank 0 saves, and
+# all leave. Nothing was done twice. Status 75 means, by an old convention of Unix
+# (`EX_TEMPFAIL`): not done, run me again.
+#
+# | who asks | how | and then |
+# |---|---|---|
+# | Slurm, preemption or `scancel` | SIGTERM, SIGKILL after `KillWait` | `--requeue`: the job runs again |
+# | Slurm, time limit | `--signal=USR1@120`: 120 s before | on 75, `scontrol requeue $SLURM_JOB_ID` |
+# | Kubernetes | SIGTERM, SIGKILL after 30 s | `restartPolicy: OnFailure` |
+# | spot instances | a notice of a few minutes or less | the next machine, the same command |
+#
+# `ddp_lab.train` treats USR1 like SIGTERM. What all of them need is a folder that
+# outlives the machine.
+#
+# ## How often to save
+#
+# Saving costs time, and so does what is lost in a failure. Meta trained Llama 3 on
+# 16,384 GPUs and counted 419 unexpected interruptions in 54 days ([The Llama 3 Herd of
+# Models](https://arxiv.org/abs/2407.21783), section 3.3.4). Suppose that a save takes
+# one minute, and let failures come by chance.
+
+# %% tags=["lesson"]
+import random
+
+save_s, mtbf_s = 60, 54 * 24 * 3600 / 419  # mean time between failures
+
+
+def lost(every_s, num_saves=5_000):
+    """Share of the time that is not progress, if saved after every_s of work."""
+    chance = random.Random(0)
+    clock_s, failure_in_s = 0.0, chance.expovariate(1 / mtbf_s)
+    for _ in range(num_saves):
+        while failure_in_s < every_s + save_s:  # all since the last save is lost
+            clock_s += failure_in_s
+            failure_in_s = chance.expovariate(1 / mtbf_s)
+        clock_s += every_s + save_s
+        failure_in_s -= every_s + save_s
+    return 1 - num_saves * every_s / clock_s
+
+
+print(f"a failure every {mtbf_s / 3600:.1f} hours")
+print(f"saving every minute: {lost(60):.0%} of the time is lost")
+
+# %% [markdown] tags=["lesson"]
+# So not every minute. Of an interval of work t, saving costs the share s / t, with s
+# for the save. A failure, M apart on average, costs half an interval: t / (2 M). The
+# sum is least where both are equal, at
+#
+# $$t = \sqrt{2 s M}$$
+#
+# ([Young, 1974](https://doi.org/10.1145/361147.361115)). [Daly
+# (2006)](https://doi.org/10.1016/j.future.2004.11.016) derives the whole curve, drawn
+# here in black.
+#
+# **Predict:** the best interval for this run? How bad is one that is twice too long?
+
+# %% tags=["lesson"]
+from math import sqrt
+
+from ddp_lab.plots import plot_lost_time
+
+best_s = sqrt(2 * save_s * mtbf_s)
+print(f"best: every {best_s / 60:.0f} minutes, {lost(best_s):.0%} lost")
+print(f"half and twice as long: {lost(best_s / 2):.0%}, {lost(2 * best_s):.0%}")
+measured = {60 * m: lost(60 * m) for m in (2, 5, 10, 20, 40, 80, 160)}
+plot_lost_time(save_s, mtbf_s, measured)
+plt.show()
+
+# %% [markdown]
+# Look at the bottom: it is flat. A factor of two to either side costs little, so a
+# rough guess of M is enough. The way further down is a *shorter* save: one that takes a
+# tenth of the time lets you lose about a third. Coming back costs too, but it costs the
+# same whatever the interval is.
+#
+# ## Summary
+#
+# - A run is weights, optimiser, schedule and position. With all of them it goes on to
+#   the same bits; without one it is another run, and nothing tells.
+# - Save to a temporary name, flush, rename; on rank 0; load with `weights_only=True`.
+# - A failed rank ends all ranks. Start them anew from the checkpoint, with the same
+#   command, and on as many ranks as there are, at the same global batch.
+# - `torchrun --max-restarts` does that by itself. A signal that asks first is agreed on
+#   by all ranks; status 75 says: again.
+# - Save every sqrt(2 x save time x time between failures), of the whole run.
+#
+# ## Exercises
+#
+# **1.** Write the save that no crash can tear. The check looks at the file in the
+# middle of your writing, and lets the disk run full.
+
+# %%
+import os
+
+import torch
+
+from ddp_lab.checks import check
+
+
+def save_atomically(state, path):
+    # BEGIN SOLUTION
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    # STUB
+    # raise NotImplementedError
+    # END SOLUTION
+
+
+check(save_atomically, "save_atomically")
+
+# %% [markdown] tags=["solution"]
+# `os.replace` is one step for everybody who looks at the folder. The flush comes before
+# it: first the bytes are on the disk, then the name points to them. An error needs no
+# care here: it leaves before the rename.
+
+# %% [markdown]
+# **2.** A run goes on with another number of ranks. In which epoch is it, and how many
+# samples does each rank skip in its shard?
+
+
+# %%
+def resume_position(step, num_samples, global_batch_size, world_size):
+    # BEGIN SOLUTION
+    steps_per_epoch = num_samples // global_batch_size  # the rest is dropped
+    epoch, steps_into = divmod(step, steps_per_epoch)
+    return epoch, steps_into * global_batch_size // world_size
+    # STUB
+    # raise NotImplementedError
+    # END SOLUTION
+
+
+check(resume_position, "resume_position")
+
+# %% [markdown]
+# **3.** How many steps lie between two saves? `check("steps_between_saves")` tells the
+# task. Mind that the run fails as soon as *one* of its machines does.
+
+
+# %%
+def steps_between_saves(save_s, step_s, machine_mtbf_s, num_machines):
+    # BEGIN SOLUTION
+    run_mtbf_s = machine_mtbf_s / num_machines
+    best_s = (2 * save_s * run_mtbf_s) ** 0.5
+    return max(1, round(best_s / step_s))
+    # STUB
+    # raise NotImplementedError
+    # END SOLUTION
+
+
+check(steps_between_saves, "steps_between_saves")
+
+# %% [markdown]
+# ## Next
+#
+# A run that survives the loss of a machine can as well use many. The next notebook goes
+# [from one machine to two](10_many_machines.ipynb).
