@@ -64,6 +64,8 @@ def early_env() -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         # the flight recorder keeps the last collectives that a rank entered
         "TORCH_FR_BUFFER_SIZE": "256",
+        # without a name server the store warns that it cannot look up its own clients
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
@@ -102,14 +104,33 @@ def host_store() -> tuple[int, Any]:
                 f"ranks cannot meet: no connection to 127.0.0.1 ({error}); is this "
                 "machine's loopback interface up, and does its firewall let it through?"
             ) from None
-        store = dist.TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        with _no_word_from_below():
+            store = dist.TCPStore(
+                "127.0.0.1",
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
     return port, store
+
+
+@contextmanager
+def _no_word_from_below() -> Iterator[None]:
+    """Drop what C++ writes to stderr; failures are raised all the same.
+
+    Without a name server the store warns that it cannot look up its own client, and
+    this process's torch was imported before anybody could tell it not to.
+    """
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 @contextmanager

@@ -245,7 +245,8 @@ def _new_folder(config: TrainConfig) -> Path:
 def _name_of_job() -> str:
     """A name that stays the same when torchrun or Slurm restart this process."""
     if "SLURM_STEP_NUM_TASKS" in os.environ:
-        return "slurm-{SLURM_JOB_ID}-{SLURM_STEP_ID}".format_map(os.environ)
+        names = "SLURM_JOB_ID", "SLURM_STEP_ID"
+        return "-".join(["slurm", *(os.environ.get(name, "0") for name in names)])
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if run_id not in ("", "none"):
         return re.sub(r"[^\w.-]+", "-", run_id)

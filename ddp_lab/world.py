@@ -80,7 +80,7 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, int] | None
     """
     if "RANK" in environ:
         names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
-    elif "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
+    elif "SLURM_PROCID" in environ and environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         names = ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"]
     else:
         return None

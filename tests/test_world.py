@@ -29,6 +29,8 @@ def ranks(rank, local_rank, world_size, local_world_size):
     [
         ({}, None),
         ({"SLURM_PROCID": "0"}, None),  # inside an allocation, but not under srun
+        # one task alone, like JupyterLab under srun, starts ranks of its own
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
         (
             {
                 "RANK": "5",
