@@ -240,6 +240,7 @@ program = ["-m", "ddp_lab.train", *settings, "--dataset", "folder", "--data-dir"
 options = [*meet(), "--nproc-per-node", "1", "--local-addr"]
 hosts = [start(*options, f"127.0.0.{k}", *program, f"data-{k}") for k in (1, 2)]
 for number, (_, complaints) in enumerate(outputs(hosts)):
+    assert "the ranks disagree" in complaints, complaints
     [line] = [s for s in complaints.splitlines() if "the ranks disagree" in s]
     print(f"host {number}:", line.replace(", rank", ",\n  rank").replace("; ", ";\n  "))
 assert all(host.returncode != 0 for host in hosts)
@@ -403,8 +404,9 @@ with plt.rc_context({**style(), "figure.figsize": (6.4, 3.6)}):
 #
 # `--nnodes 1:2 --max-restarts 3` goes on with one to two hosts. When a rank fails or a
 # host leaves, torchrun ends all ranks, meets again, and starts the program anew, at
-# most three times; the program must find its checkpoint. That is the topic of lesson
-# 09, about failures. Choose a global batch size that divides by every world size.
+# most three times; the program must find its checkpoint. That was the topic of
+# [lesson 09](09_survive_failures.ipynb). Choose a global batch size that divides by
+# every world size.
 
 # %% [markdown]
 # ## Summary
