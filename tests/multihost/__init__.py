@@ -1,0 +1,1 @@
+"""Tests on several hosts, which are network namespaces of this machine."""

@@ -1,0 +1,182 @@
+"""cluster/slurm.sbatch on a real Slurm of two nodes, made for these tests.
+
+Each node is a host of hosts.py with a slurmd; the first has the slurmctld too. All
+files of this Slurm are in a temporary folder. Needs root, iproute2, slurm-wlm, munge.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_lab.record import Run
+from multihost.hosts import missing_for_hosts, two_hosts, wait_for
+
+SCRIPT = Path(__file__).resolve().parents[2] / "cluster" / "slurm.sbatch"
+_TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
+
+
+def missing_for_slurm():
+    if reason := missing_for_hosts():
+        return reason
+    absent = [tool for tool in _TOOLS if not shutil.which(tool)]
+    return f"needs {', '.join(absent)}: apt install slurm-wlm munge" if absent else ""
+
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(missing_for_slurm()), reason=missing_for_slurm() or "-"),
+]
+
+CONF = """
+ClusterName=lab
+SlurmctldHost=host1(10.77.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
+MinJobAge=3600
+ReturnToService=2
+KillWait=5
+NodeName=host1 NodeAddr=10.77.0.1 CPUs=1 State=UNKNOWN
+NodeName=host2 NodeAddr=10.77.0.2 CPUs=1 State=UNKNOWN
+PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+SMALL = ["--limit-train=64", "--limit-test=16", "--global-batch-size=8", "--device=cpu",
+         "--norm=group", "--lr=0.001", "--model=shufflenet_v2_x0_5"]  # fmt: skip
+
+
+class Slurm:
+    """What a user of the cluster can do, on host1."""
+
+    def __init__(self, host, folder):
+        self.host, self.folder = host, folder
+        self.number = 0
+
+    def do(self, *command):
+        self.number += 1
+        log = self.folder / f"command{self.number}"
+        environ = {
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "PYTHON": sys.executable,
+        }
+        process = self.host.start(command, log=log, cwd=self.folder, **environ)
+        assert process.wait(60) == 0, f"{command}: {log.read_text()}"
+        return log.read_text()
+
+    def submit(self, *arguments):
+        return self.do("sbatch", "--parsable", str(SCRIPT), *arguments).strip()
+
+    def state(self, job):
+        fields = self.do("scontrol", "--oneliner", "show", "job", job).split()
+        return dict(field.partition("=")[::2] for field in fields)
+
+    def is_up(self):
+        """Whether both nodes wait for work."""
+        log = self.folder / "sinfo"
+        log.unlink(missing_ok=True)
+        environ = {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        ask = ["sinfo", "--noheader", "--format=%T %D"]
+        self.host.start(ask, log=log, cwd=self.folder, **environ).wait(60)
+        return log.read_text().split() == ["idle", "2"]
+
+    def wait_for_state(self, job, *states):
+        def there():
+            return self.state(job)["JobState"] in states
+
+        wait_for(there, f"job {job} is {' or '.join(states)}", limit_s=300)
+
+    def output(self, job):
+        path = self.folder / f"slurm-{job}.out"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slurm")
+    for name in ("state", "spool-host1", "spool-host2"):
+        (folder / name).mkdir()
+    (folder / "slurm.conf").write_text(CONF.format(folder=folder))
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+    environ = {"SLURM_CONF": str(folder / "slurm.conf")}
+    with two_hosts(folder) as hosts:
+        first, _ = hosts
+        munge = ["munged", "--foreground", "--force", f"--key-file={key}",
+                 f"--socket={folder}/munge.socket", f"--pid-file={folder}/munge.pid",
+                 f"--log-file={folder}/munge.log",
+                 f"--seed-file={folder}/munge.seed"]  # fmt: skip
+        daemons = [first.start(munge, log=folder / "munge.out", cwd=folder)]
+        wait_for((folder / "munge.socket").exists, "munge is up", among=daemons)
+        daemons.append(
+            first.start(["slurmctld", "-D"], log=folder / "ctld", cwd=folder, **environ)
+        )
+        for host in hosts:
+            log = folder / f"slurmd-{host.name}"
+            daemons.append(host.start(["slurmd", "-D"], log=log, cwd=folder, **environ))
+        cluster = Slurm(first, folder)
+        try:
+            wait_for(lambda: cluster.is_up(), "slurmctld answers", among=daemons)
+            yield cluster
+        except AssertionError:
+            for name in ("ctld", "slurmd-host1", "slurmd-host2", "munge.out"):
+                print(f"== {name}\n{(folder / name).read_text()[-3000:]}")
+            raise
+
+
+def test_a_job_on_two_nodes(slurm):
+    job = slurm.submit(*SMALL, "--epochs=2")
+    slurm.wait_for_state(job, "COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL")
+    assert slurm.state(job)["JobState"] == "COMPLETED", slurm.output(job)
+    assert slurm.state(job)["NodeList"] == "host[1-2]"
+    folder = f"runs/digits-shufflenet_v2_x0_5-slurm-{job}-0"
+    said = slurm.output(job)
+    assert "on digits: 2 ranks on cpu (gloo), 4 images a rank" in said
+    assert f"loss curve: {folder}/loss.png" in said
+    run = Run.open(slurm.folder / folder)
+    assert run.environment["world_size"] == 2
+    assert [line["step"] for line in run.history.steps] == [*range(1, 17)]
+    assert [line["epoch"] for line in run.history.evals] == [1, 2]
+
+
+def test_a_job_whose_time_is_over_goes_on(slurm):
+    """The signal that Slurm sends before the time limit; here scancel sends it."""
+    epochs = 12
+    job = slurm.submit(*SMALL, f"--epochs={epochs}")
+    run = Run(slurm.folder / f"runs/digits-shufflenet_v2_x0_5-slurm-{job}-0")
+
+    def num_steps():
+        path = run.history_file
+        return path.read_text().count('"step", ') if path.exists() else 0
+
+    wait_for(lambda: num_steps() >= 3, "the job has begun", limit_s=300)
+    slurm.do("scancel", "--signal=USR1", job)
+    wait_for(lambda: slurm.state(job)["Restarts"] == "1", "it is requeued", limit_s=300)
+    # Slurm lets a requeued job wait for two minutes, in case its node is not well
+    slurm.do("scontrol", "update", f"JobId={job}", "StartTime=now")
+    slurm.wait_for_state(job, "COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL")
+    said = slurm.output(job)
+    assert said.count("ddp_lab.train: stopped by SIGUSR1 after step ") == 1, said
+    assert said.count("going on after step ") == 1, said
+    stopped = int(said.split("stopped by SIGUSR1 after step ")[1].split(",")[0])
+    assert 3 <= stopped < 8 * epochs
+    assert f"going on after step {stopped}," in said
+    assert f"after {epochs} epochs" in said
+    steps = Run.open(run.folder).history.steps
+    assert [line["step"] for line in steps] == [*range(1, 8 * epochs + 1)]
