@@ -96,6 +96,7 @@ class Batches:
                 drop_last=num_batches * batch_size <= len(indices),
                 pin_memory=device.type == "cuda",
                 persistent_workers=num_workers > 0,
+                generator=torch.Generator(),  # starting it draws no number of dropout's
             )
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
