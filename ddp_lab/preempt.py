@@ -44,8 +44,9 @@ class StopRequest:
     def on_signals(self) -> Iterator["StopRequest"]:
         """Note SIGTERM and SIGUSR1 instead of dying of them, inside the block.
 
-        Only a process's main thread can catch signals; in another one this does
-        nothing.
+        If one came, the process is on its way out, and after the block further ones
+        are ignored: they are sent to be sure. Only a process's main thread can catch
+        signals; in another one this does nothing.
         """
         if threading.current_thread() is not threading.main_thread():
             yield self
@@ -57,7 +58,7 @@ class StopRequest:
             yield self
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if self.signal_number else handler)
 
 
 def name_signal(number: int) -> str:
