@@ -31,34 +31,32 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
 
 digits = load_digits()
 images = torch.tensor(digits.images).flatten(1).float() / 16  # (1797, 64)
 labels = torch.tensor(digits.target)
-num_threads = torch.get_num_threads()
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # enough for so small a model
 
 
 def start():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=0.2, total_steps=100, cycle_momentum=False
-    )
+    schedule = OneCycleLR(optimizer, 0.2, total_steps=100, cycle_momentum=False)
     return {"model": model, "optimizer": optimizer, "schedule": schedule}
 
 
 # %% [markdown] tags=["lesson"]
-# `go_on` trains from step `step` on. Where it is in which epoch follows from the step,
-# and the order of an epoch from its number: no random state has to be kept.
+# `go_on` trains from a step on. Where it is in which epoch follows from the step,
+# and the order of an epoch from its number: no random state has to be kept. It returns
+# the losses, by the number of steps done.
 
 
 # %% tags=["lesson"]
-def go_on(parts, step, num_steps):
-    """Return the losses by step; a step is counted when it is done."""
+def go_on(parts, first_step, num_steps):
     losses = {}
-    for step in range(step, step + num_steps):
+    for step in range(first_step, first_step + num_steps):
         epoch, k = divmod(step, 28)  # steps an epoch, of 64 samples
         generator = torch.Generator().manual_seed(epoch)
         batch = torch.randperm(len(labels), generator=generator)[64 * k : 64 * k + 64]
@@ -72,12 +70,10 @@ def go_on(parts, step, num_steps):
 
 
 whole = go_on(start(), 0, 60)
-
 stopped = start()
 first = go_on(stopped, 0, 20)
 state = {name: part.state_dict() for name, part in stopped.items()} | {"step": 20}
-checkpoint_bytes = io.BytesIO()
-torch.save(state, checkpoint_bytes)
+torch.save(state, checkpoint := io.BytesIO())  # a file in memory
 
 # %% [markdown] tags=["lesson"]
 # One run went through, the other stopped after step 20, in the middle of its first
@@ -93,7 +89,7 @@ from ddp_lab.plots import plot_resumed
 
 
 def resume(forget=()):
-    saved = torch.load(io.BytesIO(checkpoint_bytes.getvalue()), weights_only=True)
+    saved = torch.load(io.BytesIO(checkpoint.getvalue()), weights_only=True)
     parts = start()
     for name, part in parts.items():
         if name not in forget:
@@ -103,8 +99,8 @@ def resume(forget=()):
 
 
 alone = resume(forget=("optimizer", "schedule", "step"))
-curves = {"until it stopped": first, "going on from the weights alone": alone}
-title = "Weights alone: no jump, but from the seam on it is another run"
+curves = {"until it stopped": first, "from the weights alone": alone}
+title = "Weights alone: no jump, but a bend, and then it is another run"
 plot_resumed(whole, curves, {20: "stopped"}, title)
 plt.show()
 
@@ -124,7 +120,6 @@ for forget in (["optimizer"], ["schedule"], ["step"], []):
     print(f"without {', '.join(forget) or 'nothing':10} same bits: {bits!s:6}", end="")
     print(f"loss apart by ~ {apart:.2f}")
     assert bits if not forget else apart > 0.01
-torch.set_num_threads(num_threads)
 
 # %% [markdown] tags=["lesson"]
 # With all four it is the *same run*: not a similar curve, the same bits. Each part that
@@ -146,7 +141,7 @@ from pathlib import Path
 
 scratch = tempfile.TemporaryDirectory()  # goes with the kernel
 home = Path(scratch.name)
-content = checkpoint_bytes.getvalue()
+content = checkpoint.getvalue()
 
 
 def try_to_load(path):
@@ -224,7 +219,6 @@ except pickle.UnpicklingError:
 # %% tags=["lesson"]
 import contextlib
 import itertools
-import os
 import signal
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -235,14 +229,14 @@ from ddp_lab.train import main
 def train(line, number=None, after_step=None):
     """Return the exit status and what was said on stderr."""
     os.chdir(home)
-    steps, said = itertools.count(1), io.StringIO()
+    steps, printed, said = itertools.count(1), io.StringIO(), io.StringIO()
 
     def strike(*_):
         if os.environ["RANK"] == "1" and next(steps) == after_step:
             os.kill(os.getpid(), number)
 
     hook = register_optimizer_step_post_hook(strike)
-    with contextlib.redirect_stderr(said):
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
         status = main(line.split())
     hook.remove()
     return status, said.getvalue()
@@ -253,6 +247,7 @@ def train(line, number=None, after_step=None):
 # fourth step and every epoch. `GroupNorm` instead of BatchNorm: you will see why.
 
 # %% tags=["lesson"]
+from ddp_lab.errors import RankFailed
 from ddp_lab.record import Run
 from ddp_lab.workers import Workers
 
@@ -261,11 +256,11 @@ OPTIONS = (
     "--epochs 2 --lr 0.005 --checkpoint-every 4"
 )
 workers = Workers(2)
-results = workers.run(train, f"{OPTIONS} --out runs/whole", echo=False)
+results = workers.run(train, f"{OPTIONS} --out runs/whole")
 print("exit status of each rank:", [status for status, _ in results])
 
 run = Run.open(home / "runs/whole")
-print("\n".join(sorted(path.name for path in run.folder.glob("checkpoint*"))))
+print(*sorted(os.listdir(run.folder)), sep="\n")
 state = torch.load(run.folder / "checkpoint-00000008.pt", weights_only=True)
 print(*state)
 print({name: state["progress"][name] for name in ("epoch", "step", "samples")})
@@ -279,12 +274,10 @@ print({name: state["progress"][name] for name in ("epoch", "step", "samples")})
 # when memory runs out. What becomes of rank 0? After which step is the last checkpoint?
 
 # %% tags=["lesson"]
-from ddp_lab.errors import RankFailed
+import shutil
 
 try:
-    workers.run(
-        train, f"{OPTIONS} --out runs/killed", signal.SIGKILL, after_step=11, echo=False
-    )
+    workers.run(train, f"{OPTIONS} --out runs/killed", signal.SIGKILL, after_step=11)
 except RankFailed as error:
     print(error)
 workers.close()  # the dead one takes the others with it
@@ -296,17 +289,18 @@ def losses_of(name):
     return {line["step"]: line["loss"] for line in steps}
 
 
+copy = shutil.copytree(home / "runs/killed", home / "runs/fewer")
 before = losses_of("killed")
 newest = torch.load(home / "runs/killed/checkpoint.pt", weights_only=True)
-print("last loss of step", max(before), "and checkpoint", newest["progress"]["step"])
+print("last loss: step", max(before), " checkpoint: step", newest["progress"]["step"])
 
 # %% [markdown] tags=["lesson"]
-# Who died, and by which signal (the cause is a guess; it was us). The other rank would have waited in the next
-# all-reduce; it found its connection broken. One rank less is the end of *all*: there
-# is no going on without the missing share of the batch. So start them all anew, from
-# the last checkpoint.
+# Who died, and by which signal. (The cause is a guess; it was us.) The other rank came
+# to its next collective and found the connection broken. One rank less is the end of
+# *all*: there is no going on without its share of the batch. So start them all anew,
+# from the last checkpoint.
 #
-# We keep a copy for later. `--auto-resume` means: go on if there is something to go on
+# The copy is for later. `--auto-resume` means: go on if there is something to go on
 # from, otherwise start. It is the same command each time, which is what a cluster
 # wants.
 #
@@ -314,11 +308,8 @@ print("last loss of step", max(before), "and checkpoint", newest["progress"]["st
 # or to the bit?
 
 # %% tags=["lesson"]
-import shutil
-
-shutil.copytree(home / "runs/killed", home / "runs/fewer")
 command = f"{OPTIONS} --out runs/killed --auto-resume"
-results = workers.run(train, command, echo=False)
+results = workers.run(train, command)
 print("exit status of each rank:", [status for status, _ in results])
 
 
@@ -331,13 +322,6 @@ def same_weights(one, other):
 print("steps in the history:", *losses_of("killed"))
 print("same losses:", losses_of("killed") == losses_of("whole"))
 print("same weights:", same_weights("killed", "whole"))
-
-# %% [markdown] tags=["lesson"]
-# Steps 9 and 10 were in the history already. They were cut off and made again, so there
-# is no gap and nothing is there twice. All 16-digit losses and all weights of the
-# network are the same bits.
-
-# %% tags=["lesson"]
 again = {step: loss for step, loss in losses_of("killed").items() if step > 8}
 parts = {"until rank 1 was killed": before, "going on": again}
 marks = {8: "checkpoint", 11: "rank 1 is killed"}
@@ -346,6 +330,9 @@ plot_resumed(losses_of("whole"), parts, marks, title)
 plt.show()
 
 # %% [markdown] tags=["lesson"]
+# Steps 9 and 10 were in the history already. They were cut off and made again, so there
+# is no gap and nothing is there twice. All losses and all weights are the same bits.
+#
 # ## With other ranks
 #
 # The machine of rank 1 is broken, and there is no other. The copy of the killed run
@@ -357,7 +344,7 @@ plt.show()
 # %% tags=["lesson"]
 from ddp_lab.launch import launch
 
-results = launch(train, "--resume runs/fewer", num_ranks=1, echo=False)
+results = launch(train, "--resume runs/fewer", num_ranks=1)
 fewer, whole = losses_of("fewer"), losses_of("whole")
 apart = max(abs(fewer[step] - whole[step]) for step in whole)
 print("exit status:", results[0][0], " same steps:", fewer.keys() == whole.keys())
@@ -434,11 +421,10 @@ print("same weights:", same_weights("torchrun", "whole"))
 
 # %% tags=["lesson"]
 command = f"{OPTIONS} --out runs/asked --auto-resume"
-results = workers.run(train, command, signal.SIGTERM, after_step=5, echo=False)
-for status, said in results:
-    print(status, said, end="")
+results = workers.run(train, command, signal.SIGTERM, after_step=5)
+print([status for status, _ in results], results[0][1], end="")
 
-results = workers.run(train, command, echo=False)  # the same command again
+results = workers.run(train, command)  # the same command again
 print("then:", [status for status, _ in results])
 print("same weights:", same_weights("asked", "whole"))
 workers.close()
@@ -449,12 +435,12 @@ workers.close()
 # all leave. Nothing was done twice. Status 75 means, by an old convention of Unix
 # (`EX_TEMPFAIL`): not done, run me again.
 #
-# | who asks | how | and then |
+# | who asks | how | then |
 # |---|---|---|
-# | Slurm, preemption or `scancel` | SIGTERM, SIGKILL after `KillWait` | `--requeue`: the job runs again |
-# | Slurm, time limit | `--signal=USR1@120`: 120 s before | on 75, `scontrol requeue $SLURM_JOB_ID` |
+# | Slurm: preemption | SIGTERM, later SIGKILL | `--requeue`: runs again |
+# | Slurm: time limit | USR1, by `--signal=USR1@120` | `scontrol requeue` on 75 |
 # | Kubernetes | SIGTERM, SIGKILL after 30 s | `restartPolicy: OnFailure` |
-# | spot instances | a notice of a few minutes or less | the next machine, the same command |
+# | spot instances | a notice, minutes or less | another machine |
 #
 # `ddp_lab.train` treats USR1 like SIGTERM. What all of them need is a folder that
 # outlives the machine.
