@@ -17,7 +17,9 @@ from ddp_lab.plots import (
     plot_collective,
     plot_hosts,
     plot_loss,
+    plot_lost_time,
     plot_memory,
+    plot_resumed,
     plot_ring,
     plot_shards,
     save_picture,
@@ -129,6 +131,13 @@ PICTURES = {
     "memory": lambda: plot_memory(MEMORY, limit_bytes=100 * 2**20),
     "collective": collective,
     "hosts": lambda: plot_hosts(2, 3),
+    "resumed": lambda: plot_resumed(
+        {1: 2.0, 2: 1.0, 3: 0.5},
+        {"first": {1: 2.0, 2: 1.0}, "second": {2: 1.0, 3: 0.5}},
+        {1: "checkpoint", 2: "killed"},
+        "The second part lies on the whole run",
+    ),
+    "lost time": lambda: plot_lost_time(60, 11_136),
 }
 
 
