@@ -24,7 +24,7 @@ pytestmark = [
 
 TRAIN = ["-m", "ddp_lab.train", "--limit-train=48", "--limit-test=16", "--epochs=4",
          "--global-batch-size=8", "--norm=group", "--lr=0.001",
-         "--model=shufflenet_v2_x0_5", "--precision=float64", "--device=cpu",
+         "--image-size=16", "--precision=float64", "--device=cpu",
          "--out=run"]  # fmt: skip
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1",
             "--rdzv-backend=c10d", "--rdzv-endpoint=host1:29500"]  # fmt: skip
@@ -144,9 +144,9 @@ def test_a_host_is_lost_and_comes_back(hosts, reference):
         (x["kind"], x["step"]) for x in reference
     ]
     for line, expected in zip(found, reference, strict=True):
-        # another number of ranks adds up in another order: float64 keeps 16 digits,
-        # and 24 steps may lose a few of them
-        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-9), line
+        # another number of ranks adds up in another order: float64 keeps 16 digits, and
+        # ResNet-18 does not magnify that (ShuffleNet does, a hundredfold a step)
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-12), line
         assert line["accuracy"] == expected["accuracy"]
     worlds = [x.split()[3] for x in lines_with(first, " on digits: ")]
     assert worlds[0] == "2"
