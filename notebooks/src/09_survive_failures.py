@@ -99,7 +99,7 @@ def resume(forget=()):
 
 
 alone = resume(forget=("optimizer", "schedule", "step"))
-curves = {"until it stopped": first, "from the weights alone": alone}
+curves = {"until it stopped": first, "weights alone": alone}
 title = "Weights alone: no jump, but a bend, and then it is another run"
 plot_resumed(whole, curves, {20: "stopped"}, title)
 plt.show()
@@ -439,7 +439,7 @@ workers.close()
 # |---|---|---|
 # | Slurm: preemption | SIGTERM, later SIGKILL | `--requeue`: runs again |
 # | Slurm: time limit | USR1, by `--signal=USR1@120` | `scontrol requeue` on 75 |
-# | Kubernetes | SIGTERM, SIGKILL after 30 s | `restartPolicy: OnFailure` |
+# | Kubernetes | SIGTERM, SIGKILL after 30 s | the Job starts a new pod |
 # | spot instances | a notice, minutes or less | another machine |
 #
 # `ddp_lab.train` treats USR1 like SIGTERM. What all of them need is a folder that
