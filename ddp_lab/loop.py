@@ -213,13 +213,13 @@ def fit(
 
     **Collective**: all ranks must call it.
     """
-    check_fits(config, data, world.world_size)
     micro, num_micro_batches = config.batches(world.world_size)
     train = train_loader(data, config, world, micro)
     test = eval_loader(data, config, world, micro)
     steps_per_epoch = count_steps(config, len(data.train))
     model = build_model(config, len(data.classes))
     check_same(fingerprint(config, data, model, len(train)), world.device)
+    check_fits(config, data, world.world_size)  # so the answer is all ranks' answer
     training = start_training(config, model, world, steps_per_epoch)
     found = None
     if folder is not None and (config.resume is not None or config.auto_resume):
