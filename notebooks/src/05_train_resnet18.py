@@ -556,5 +556,5 @@ check(should_stop, "should_stop")
 #
 # ## Next
 #
-# The curve of this run came from two ranks. The lessons that follow show that one rank
-# or four give the same one, and what it takes.
+# The curve of this run came from two ranks. The next notebook shows that one rank or
+# four give the same one, and what it takes.
