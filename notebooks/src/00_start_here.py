@@ -402,9 +402,15 @@ check(mean_over_ranks, "mean_over_ranks")
 # | [03 Wrap the model][03] | write DDP by hand, and show that torch's agrees |
 # | [04 Shard the data][04] | draw who sees what, and evaluate every sample once |
 # | [05 Train ResNet-18][05] | do the whole training, and find seven slips |
+# | [06 One curve][06] | prove that 1, 2 and 4 ranks train the same model |
+# | [09 Survive failures][09] | lose a worker, go on, and end with the same bits |
+# | [10 Many machines][10] | train on several hosts, and say what a network costs |
 #
 # [01]: 01_one_gpu_is_not_enough.ipynb
 # [02]: 02_ranks_and_process_groups.ipynb
 # [03]: 03_wrap_the_model.ipynb
 # [04]: 04_shard_the_data.ipynb
 # [05]: 05_train_resnet18.ipynb
+# [06]: 06_one_curve.ipynb
+# [09]: 09_survive_failures.ipynb
+# [10]: 10_many_machines.ipynb
