@@ -28,6 +28,12 @@ RUN_BY = {
     "python -m ddp_lab.train": "test_train.py",
     "torchrun --standalone --nproc-per-node 2 -m ddp_lab.train": "test_train.py",
     "python -m ddp_lab.train --help": "test_train.py",
+    "torchrun --standalone --nproc-per-node 2 --max-restarts 3 -m ddp_lab.train "
+    "--out runs/NAME": "test_elastic.py",
+    "python -m ddp_lab.train --auto-resume --out runs/NAME": "test_resume.py",
+    "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d "
+    "--rdzv-endpoint HOST:29500 --rdzv-id NAME -m ddp_lab.train": "multihost",
+    "sbatch cluster/slurm.sbatch": "multihost/test_real_slurm.py",
 }
 
 
