@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed.run import get_args_parser
 
 import ddp_lab
 
@@ -114,6 +115,6 @@ def test_options_in_readme_exist():
     from ddp_lab.config import TrainConfig
 
     fields = set(TrainConfig.__dataclass_fields__)
-    torchruns = {"standalone", "nproc_per_node", "help"}
+    torchruns = {action.dest for action in get_args_parser()._actions}
     for option in re.findall(r"(?<![\w-])--([a-z][a-z-]+)", README):
         assert option.replace("-", "_") in fields | torchruns, option
