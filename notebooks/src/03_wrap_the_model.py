@@ -420,7 +420,7 @@ assert apart > 0.001
 # | DDP does not | so |
 # |---|---|
 # | divide the data | give each rank its shard: the next notebook |
-# | synchronise BatchNorm's batch statistics | SyncBatchNorm (notebook 06), or GroupNorm |
+# | synchronise BatchNorm's batch statistics | SyncBatchNorm (lesson 06), or GroupNorm |
 # | average the loss that you print | all-reduce it, or call it local |
 # | broadcast the optimiser's settings and state | same code, same file on all ranks |
 #
