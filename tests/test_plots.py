@@ -17,6 +17,7 @@ from ddp_lab.plots import (
     plot_collective,
     plot_hosts,
     plot_loss,
+    plot_losses,
     plot_lost_time,
     plot_memory,
     plot_resumed,
@@ -125,6 +126,7 @@ def buckets():
 
 PICTURES = {
     "loss": lambda: plot_loss(history()),
+    "losses": lambda: plot_losses({"both": runs()}, "Two batch sizes, one curve"),
     "shards": lambda: plot_shards([[[0, 2], [1, 3]], [[3, 1], [0, 2]]]),
     "buckets": buckets,
     "ring": lambda: plot_ring(3 * 2**20),
@@ -465,3 +467,32 @@ def test_hosts_refuse_what_cannot_be_drawn(num_hosts, each):
     with pytest.raises(ValueError, match="1 to 4 hosts, and up to 16 ranks"):
         plot_hosts(num_hosts, each)
     assert not pyplot.get_fignums()
+
+
+def runs():
+    small = [2.0, 1.0, 1.0, 0.5]  # of 16 images each
+    return {"16": (16, small), "32": (32, [1.4, 0.8])}
+
+
+def test_batches_of_different_sizes_are_drawn_over_images():
+    (axes,) = plot_losses({"both": runs()}, "A sentence").axes
+    first, second = axes.lines
+    assert list(first.get_xdata()) == list(second.get_xdata()) == [32, 64]
+    assert list(first.get_ydata()) == [1.5, 0.75]  # means over 32 images
+    assert list(second.get_ydata()) == [1.4, 0.8]
+    assert axes.get_xlabel() == "images seen"
+    assert "nats" in axes.get_ylabel()
+    assert [text.get_text() for text in axes.get_legend().texts] == ["16", "32"]
+
+
+def test_panels_share_the_loss_axis_and_the_size_of_a_point():
+    large = {"64": (64, [1.0])}
+    left, right = plot_losses({"one": runs(), "other": large}, "A sentence").axes
+    assert list(left.lines[0].get_xdata()) == [64]  # the largest of both panels
+    assert left.get_ylim() == right.get_ylim()
+    assert left.get_title(loc="left") == "one"
+
+
+def test_a_run_shorter_than_a_point_is_refused():
+    with pytest.raises(ValueError, match="short: 1 steps of 16 images are fewer"):
+        plot_losses({"": {"short": (16, [1.0]), "32": (32, [1.0])}}, "A sentence")
