@@ -90,12 +90,13 @@ plot_comparison(exact, "1, 2 and 4 ranks train one model; what is left is roundi
 plt.show()
 
 # %% [markdown] tags=["lesson"]
-# Smaller by about that many digits. No mistake does this: a wrong sample or a wrong
+# By that many digits and more: in float32, training itself can amplify rounding, where
+# a ReLU decides the other way. No mistake shrinks like this. A wrong sample or a wrong
 # factor is wrong by as much in any precision.
 #
 # On the left three curves are drawn, and one is seen. On the right is the rest, step by
-# step: weights differ in their last digit (the dashed line), and the loss, a sum over
-# many, by little more.
+# step: the last digits of the weights (the dashed line is what the last digit of the
+# largest one is worth), and of the loss.
 #
 # ## Why it must be so
 #
@@ -459,8 +460,8 @@ plt.show()
 # linear rule joins the grey curve. At 16 times both rules help, and both stay behind:
 # 50 steps are few, and the peaks at the beginning show that 0.16 is near the longest
 # step that this net bears. Warm-up gains nothing: the net is shallow, and three epochs
-# are a third of the run. (Deeper nets, which we tried, mostly fail at that rate with
-# and without it. It does not make a rate bearable that is too high for good.)
+# are a third of the run. (Nets of four convolutions, which we tried, mostly fail at
+# that rate with and without it: it makes no rate bearable that is too high for good.)
 #
 # How far a rule reaches is a matter of data and model:
 #
@@ -481,7 +482,7 @@ plt.show()
 # ## Summary
 #
 # - With the same global batches, any number of ranks trains the same model. What is
-#   left is rounding: in float64 it shrinks by as many digits as there are more.
+#   left is rounding; to be sure, look in float64, where a mistake would stay.
 # - Weigh each sample the same: sum of losses, times ranks over samples of all ranks.
 # - Global batch = ranks x micro-batch x accumulation steps. Every split is the same
 #   training.
