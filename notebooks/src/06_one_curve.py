@@ -428,8 +428,7 @@ rules += [(256, "none", 0), (256, "sqrt", 0), (256, "linear", 0), (256, "linear"
 torch.set_num_threads(1)
 runs, ends = {}, {}
 for size, rule, warm in rules:
-    options = {"lr_scaling": rule, "warmup_epochs": warm}
-    run = replace(small, global_batch_size=size, **options)
+    run = replace(small, global_batch_size=size, lr_scaling=rule, warmup_epochs=warm)
     losses, right = train_small(run, digits)
     runs[size, rule, warm] = losses
     last = losses[-512 // size :]  # of 512 images
