@@ -31,7 +31,6 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ddp_lab.compare import compare_world_sizes
 from ddp_lab.config import TrainConfig
@@ -46,7 +45,6 @@ config = TrainConfig(
     lr=0.001,
     schedule="constant",
     device="cpu",
-    num_threads=1,
 )
 
 # %% [markdown] tags=["lesson"]
@@ -129,6 +127,8 @@ print("weighted by count:  ", sum(weight * sum(s) for s in shares) / len(shares)
 # To try it, we keep one rank and four alive, and collect what a training reports.
 
 # %% tags=["lesson"]
+from torch import nn
+
 from ddp_lab.datasets import load_dataset
 from ddp_lab.loop import fit_on_rank
 from ddp_lab.workers import Workers
@@ -307,7 +307,8 @@ for name in answers[0][0]:
 print("torch's own:", answers[0][1])
 
 # %% [markdown] tags=["lesson"]
-# Both are BatchNorm on the whole batch, forward and backward. The lab's takes the mean
+# Both are BatchNorm on the whole batch, forward and backward. (Autograd does not see a
+# plain `dist.all_reduce`: outputs would be right, and gradients wrong.) The lab's takes the mean
 # first and then the squared deviations from it, in two messages, because the difference
 # of two large numbers loses digits. The last line is PyTorch's `nn.SyncBatchNorm`,
 # which works on GPUs only.
@@ -328,6 +329,8 @@ plt.show()
 
 print(f"synced: ~ {furthest(alone, synced):.0e} apart from one rank")
 assert furthest(alone, synced) < 1e-7
+one.close()
+four.close()
 
 # %% [markdown] tags=["lesson"]
 # On the curve, to the last digits. In float32 it leaves it after some steps, because
