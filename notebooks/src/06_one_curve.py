@@ -310,7 +310,7 @@ print("torch's own:", answers[0][1])
 # Both are BatchNorm on the whole batch, forward and backward. (Autograd does not see a
 # plain `dist.all_reduce`: outputs would be right, and gradients wrong.) The lab's takes
 # the mean first and then the squared deviations from it, in two messages, because the
-# difference of two large numbers loses digits. The last line is PyTorch's
+# difference of two large numbers loses digits. The last line is PyTorch's own
 # `nn.SyncBatchNorm`, which works on GPUs only.
 #
 # So `norm="sync"` takes the lab's on CPUs and PyTorch's on GPUs
