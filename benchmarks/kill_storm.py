@@ -87,9 +87,12 @@ class Attempt:
         return self.run.history.lines[self.num_before :] if self.began else []
 
     def ranks(self) -> list[psutil.Process]:
-        """The ranks that have been started, in rank order."""
-        children = self.process.children()
-        self.family |= set(self.process.children(recursive=True))
+        """The ranks that have been started, in rank order; none if it has ended."""
+        try:
+            children = self.process.children()
+            self.family |= set(self.process.children(recursive=True))
+        except psutil.NoSuchProcess:
+            return []
         return sorted(
             (p for p in children if "spawn_main" in _command(p)), key=lambda p: p.pid
         )
