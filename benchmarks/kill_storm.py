@@ -291,6 +291,11 @@ def storm(num_kills: int, seed: int, folder: Path) -> dict[str, Any]:
             counts["by_victim"][killed["victim"]] += 1
             counts["by_phase"][killed["phase"]] += 1
             counts["processes_left"] += killed["left"]
+            print(
+                f"kill {counts['kills']} of {num_kills}: {killed['victim']}, "
+                f"{killed['phase']} {run.name}",
+                file=sys.stderr,
+            )
             if killed["problem"]:
                 counts["problems"].append(f"{run.name}: {killed['problem']}")
         counts["kills_of_a_run"].append(kills)
