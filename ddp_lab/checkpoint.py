@@ -24,7 +24,7 @@ import torch
 from ddp_lab.errors import BadInput
 from ddp_lab.record import atomic_file
 
-__all__ = ["FORMAT", "load", "load_latest", "save", "saved_steps"]
+__all__ = ["FORMAT", "NewerFormat", "load", "load_latest", "save", "saved_steps"]
 
 FORMAT = 1
 _KEYS = {"format", "model", "optimizer", "schedule", "progress", "config", "data"}
@@ -35,8 +35,8 @@ def save(folder: Path, state: dict[str, Any], *, keep: int = 2) -> Path:
     """Write a checkpoint so that at any moment the folder holds a whole one.
 
     The file goes to a temporary name, is flushed to the disk, and then renamed; older
-    ones are removed after that. Call it on rank 0 only: several ranks writing one path
-    tear it.
+    ones are removed after that. Call it on one rank a disk: several ranks writing one
+    path tear it.
 
     Args:
         folder: of the run.
@@ -108,7 +108,7 @@ def load_latest(folder: Path) -> dict[str, Any] | None:
     for path in paths:
         try:
             return load(path)
-        except _Newer:
+        except NewerFormat:
             raise
         except BadInput as error:
             problems.append(str(error))
@@ -142,7 +142,7 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or not isinstance(state.get("format"), int):
         raise BadInput(f"{path} was not written by ddp_lab: resume from a run of it")
     if state["format"] > FORMAT:
-        raise _Newer(
+        raise NewerFormat(
             f"checkpoint {path} has format {state['format']}, this version reads up to "
             f"{FORMAT}: update ddp_lab"
         )
@@ -151,7 +151,7 @@ def load(path: Path) -> dict[str, Any]:
     return state
 
 
-class _Newer(BadInput):
+class NewerFormat(BadInput):
     """Nothing is wrong with this file, so it must not be passed over."""
 
 

@@ -1,23 +1,18 @@
-"""The training step, the evaluation, and the run around them.
+"""A whole run on all ranks: epochs of steps, evaluations, files, and how it may end.
 
-Every number reported here is the run's, not a rank's: sums over all ranks' samples,
-divided once at the end. A *tally* is such a sum before the division, a float64 tensor
-of three: loss summed over samples, correct predictions, samples.
-
-Letters in shapes: n samples in a micro-batch, K classes, W ranks.
+Every number reported here is the run's, not a rank's: tallies (see step.py) summed over
+all ranks, divided once at the end.
 """
 
-import contextlib
+import socket
 import time
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab import checkpoint
 from ddp_lab.config import TrainConfig, mix_seed
@@ -29,7 +24,8 @@ from ddp_lab.model import build_model
 from ddp_lab.preempt import StopRequest, name_signal
 from ddp_lab.progress import Progress, ProgressStyle
 from ddp_lab.record import Run
-from ddp_lab.resume import find_newest, open_run
+from ddp_lab.resume import Found, find_newest, open_run
+from ddp_lab.step import evaluate, share_buffers, train_step
 from ddp_lab.training import (
     Training,
     check_fits,
@@ -40,9 +36,9 @@ from ddp_lab.training import (
 from ddp_lab.world import (
     World,
     check_same,
+    gather_json,
     gather_over_ranks,
     join_world,
-    sum_over_ranks,
 )
 
 __all__ = [
@@ -53,103 +49,6 @@ __all__ = [
     "train_epoch",
     "train_step",
 ]
-
-Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-def train_step(
-    model: DistributedDataParallel,
-    batches: Iterator[Batch],
-    optimizer: torch.optim.Optimizer,
-    num_samples: int,
-    *,
-    num_micro_batches: int = 1,
-    clip_grad_norm: float | None = None,
-) -> torch.Tensor:
-    """Do one optimiser step on one global batch.
-
-    Args:
-        model: the wrapped model. Its backward pass averages the gradients over ranks.
-        batches: this rank's micro-batches, images (n, C, H, W) and labels (n,); n may
-            differ between ranks, and be 0.
-        optimizer: of the model's parameters.
-        num_samples: how many the global batch has, on all ranks together.
-        num_micro_batches: how many of them to accumulate gradients over; the same on
-            all ranks.
-        clip_grad_norm: the largest norm that the averaged gradient may have.
-
-    Returns:
-        This rank's tally of the step.
-
-    **Collective**: all ranks must call it. **Cost**: one all-reduce of the gradients,
-    whatever ``num_micro_batches`` is.
-    """
-    optimizer.zero_grad()
-    # The loss to minimise is the mean over the global batch. DDP takes the mean over
-    # ranks, so each rank's part is its sum, times ranks, over samples of all ranks.
-    weight = dist.get_world_size() / num_samples
-    tallies = []
-    for k in range(1, num_micro_batches + 1):
-        images, labels = next(batches)
-        # gradients travel with the last micro-batch only; the flag is read in forward
-        last = k == num_micro_batches
-        with contextlib.nullcontext() if last else model.no_sync():
-            scores = model(images)  # (n, K)
-            loss_sum = F.cross_entropy(scores, labels, reduction="sum")
-            (loss_sum * weight).backward()
-        tallies.append(_tally(scores, labels, loss_sum))
-    if clip_grad_norm is not None:  # of the run's gradient, the same on all ranks
-        nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
-    optimizer.step()
-    return torch.stack(tallies).sum(0)
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module, batches: Iterable[Batch], device: torch.device
-) -> dict[str, Any]:
-    """Evaluate a model on all ranks' samples, each counted exactly once.
-
-    Args:
-        model: the plain model, not the wrapped one: ranks may have different numbers
-            of batches, and the wrapper's forward can be a collective.
-        batches: this rank's share, possibly empty.
-        device: the world's device.
-
-    Returns:
-        ``loss`` and ``accuracy`` per sample, ``num_correct`` and ``num_samples`` of all
-        ranks together, the same on all ranks.
-
-    **Collective**: all ranks must call it. **Cost**: one all-reduce of 24 bytes, and
-    one broadcast of the model's buffers.
-    """
-    if dist.get_world_size() > 1:
-        for buffer in model.buffers():  # BatchNorm's statistics differ between ranks
-            dist.broadcast(buffer, src=0)
-    model.eval()
-    tally = torch.zeros(3, dtype=torch.float64, device=device)
-    for images, labels in batches:
-        scores = model(images)
-        tally += _tally(
-            scores, labels, F.cross_entropy(scores, labels, reduction="sum")
-        )
-    model.train()
-    loss_sum, num_correct, num_samples = sum_over_ranks(tally).tolist()
-    return {
-        "loss": loss_sum / num_samples,
-        "accuracy": num_correct / num_samples,
-        "num_correct": int(num_correct),
-        "num_samples": int(num_samples),
-    }
-
-
-def _tally(
-    scores: torch.Tensor, labels: torch.Tensor, loss_sum: torch.Tensor
-) -> torch.Tensor:
-    """Loss summed over samples, correct predictions, samples: float64 (3,)."""
-    correct = (scores.detach().argmax(dim=1) == labels).sum()
-    count = torch.tensor(len(labels), device=labels.device)
-    return torch.stack([loss_sum.detach().double(), correct, count])
 
 
 def fit_on_rank(
@@ -195,7 +94,8 @@ def fit(
             ``auto_resume`` does if there is something.
         data: the data set, the same on all ranks.
         world: this rank.
-        folder: where rank 0 writes the run's files (None: nowhere).
+        folder: where rank 0 writes the run's files (None: nowhere), and the first rank
+            of each other machine whose disk is its own.
         progress: how rank 0 reports.
         request: whether to stop early; one rank's is enough.
 
@@ -230,6 +130,8 @@ def fit(
         insisted = check_resumable(config, found.state, data)
         training.load(found.state, config, steps_per_epoch)
     run = open_run(config, world, folder, found)
+    hosts = gather_json(socket.gethostname() if run else None, world.device)
+    writers = [host for host in hosts if host]
 
     done = training.epoch * steps_per_epoch + training.steps_into_epoch(config)
     report = Progress(
@@ -237,7 +139,13 @@ def fit(
     )
     report.say(_opening(config, world, micro, num_micro_batches, steps_per_epoch))
     if found is not None:
-        report.say(_going_on(training, insisted))
+        for text in found.skipped if world.rank == 0 else ():
+            if progress == "none":
+                warnings.warn(text, stacklevel=2)
+            report.say(text)
+        report.say(_going_on(training, insisted, found))
+    if len(writers) > 1:
+        report.say(f"the run's files are on {', '.join(writers)}, each by itself")
     result = None
     try:
         for epoch in range(training.epoch + 1, config.epochs + 1):
@@ -359,6 +267,7 @@ def train_epoch(
         }
         _record(line, run)
         if (save or asked) and k < steps_per_epoch:
+            share_buffers(training.model.module)  # whoever saves, saves the same
             _save(training, config, data, run)
         yield line
         if k < steps_per_epoch:  # else the epoch is over, and about to be saved anyway
@@ -388,7 +297,7 @@ def _stop_if_asked(asked: int, training: Training, epoch: int, run: Run | None) 
     """Stop all ranks, which know from each other that one was asked to."""
     if not asked:
         return
-    dist.barrier()  # nobody leaves before rank 0 has saved
+    dist.barrier()  # nobody leaves before all have saved
     where = f"; go on with --resume {run.folder}" if run else ""
     raise Stopped(
         f"stopped by {name_signal(asked)} after step {training.step}, in epoch "
@@ -400,13 +309,14 @@ def _save(
     training: Training, config: TrainConfig, data: ImageSet, run: Run | None
 ) -> None:
     if run:
+        run.flush_history()  # a checkpoint counts on it
         checkpoint.save(
             run.folder, training.state(config, data), keep=config.keep_checkpoints
         )
 
 
 def _record(line: dict[str, Any], run: Run | None) -> None:
-    """Add a line to the history, and show it to a notebook that looks on. Rank 0."""
+    """Add a line to the history; rank 0 shows it to a notebook that looks on."""
     if run:
         run.append(line)
     if dist.get_rank() == 0:
@@ -452,6 +362,10 @@ def _opening(
     )
 
 
-def _going_on(training: Training, insisted: list[str]) -> str:
+def _going_on(training: Training, insisted: list[str], found: Found) -> str:
     also = f", with another {', another '.join(insisted)}" if insisted else ""
-    return f"going on after step {training.step}, in epoch {training.epoch + 1}{also}"
+    source = f", from {found.host}" if found.host else ""
+    return (
+        f"going on after step {training.step}, in epoch {training.epoch + 1}"
+        f"{source}{also}"
+    )

@@ -9,7 +9,8 @@
         checkpoint.pt     the newest checkpoint
         checkpoint-00000120.pt    the last few, by optimiser step
 
-Rank 0 writes; anybody reads: ``Run.open("runs/NAME").history.steps``.
+Rank 0 writes, and the first rank of each machine that does not see rank 0's disk;
+anybody reads: ``Run.open("runs/NAME").history.steps``.
 """
 
 import contextlib
@@ -145,7 +146,7 @@ class Run:
         return History(list(_parse_lines(self.history_file.read_text())))
 
     def append(self, line: dict[str, Any]) -> None:
-        """Add one line to the history. Rank 0 only."""
+        """Add one line to the history. One rank a disk."""
         try:
             with self.history_file.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -155,8 +156,13 @@ class Run:
                 f"go on with --resume {self.folder}"
             ) from error
 
+    def flush_history(self) -> None:
+        """Have the history on the disk, where it survives the machine's end."""
+        with self.history_file.open("rb") as file:
+            os.fsync(file.fileno())
+
     def go_on(self, step: int, history: str, environment: dict[str, Any]) -> None:
-        """Take a run up again after this optimiser step. Rank 0 only.
+        """Take a run up again after this optimiser step. One rank a disk.
 
         A killed run wrote lines after its last checkpoint; the resumed one will write
         them again, so they are forgotten here.

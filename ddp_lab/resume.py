@@ -4,10 +4,17 @@ All ranks go on from one checkpoint, the newest that any machine holds. The firs
 of each machine looks into its own folder; whoever finds the newest reads it and sends
 it to the others. So a run goes on with another number of ranks, on other machines, and
 without a shared disk.
+
+Rank 0 writes a run's files. Where other machines have disks of their own, the first
+rank of each writes them there too: any machine may be lost for good.
 """
 
+import contextlib
 import io
-from dataclasses import dataclass, replace
+import socket
+import uuid
+import warnings
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +36,10 @@ class Found:
 
     state: dict[str, Any]
     history: str
+    host: str = ""
+    """Whose disk it was on, if not rank 0's."""
+    skipped: list[str] = field(default_factory=list)
+    """What is wrong with newer files, on any machine."""
 
     @property
     def step(self) -> int:
@@ -47,27 +58,50 @@ def find_newest(folder: Path, world: World) -> Found | None:
         The same on all ranks, its tensors on the CPU; None if nobody has one.
 
     Raises:
-        BadInput: there are checkpoints, and none can be read; on all ranks.
+        BadInput: there are checkpoints, and none can be read, or some machine's newest
+            was written by a newer version; on all ranks.
 
     **Collective**: all ranks must call it. **Cost**: one broadcast of the checkpoint,
     three times a model's size under SGD with momentum.
     """
     own: Found | None = None
-    problem = ""
+    problem, too_new, skipped = "", "", []
     if world.local_rank == 0:
         try:
-            state = checkpoint.load_latest(folder)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                state = checkpoint.load_latest(folder)
             own = Found(state, Run(folder).read_history()) if state else None
+            skipped = [str(warning.message) for warning in caught]
+        except checkpoint.NewerFormat as error:
+            too_new = str(error)
         except BadInput as error:
             problem = str(error)
-    reports = gather_json([own.step if own else -1, problem], world.device)
-    newest = max(step for step, _ in reports)
+    host = socket.gethostname()
+    step = own.step if own else -1
+    reports = gather_json([step, host, too_new, problem, skipped], world.device)
+    hosts = [report[1] for report in reports]
+
+    def tell(host: str, text: str) -> str:
+        return f"on {host}: {text}" if len(set(hosts)) > 1 else text
+
+    fatal = [tell(host, text) for _, host, text, _, _ in reports if text]
+    unread = [tell(host, text) for _, host, _, text, _ in reports if text]
+    newest = max(step for step, *_ in reports)
     if newest < 0:
-        if problems := [text for _, text in reports if text]:
-            raise BadInput(problems[0])
+        fatal += unread
+    if fatal:
+        raise BadInput(fatal[0])
+    if newest < 0:
         return None
-    source = [step for step, _ in reports].index(newest)
-    return _broadcast(own, source, world)
+    source = [step for step, *_ in reports].index(newest)
+    passed_over = [tell(host, t) for *_, host, _, _, texts in reports for t in texts]
+    return replace(
+        _broadcast(own, source, world),
+        host=hosts[source] if hosts[source] != hosts[0] else "",
+        skipped=[f"{text}; another machine's is taken" for text in unread]
+        + passed_over,
+    )
 
 
 def _broadcast(own: Found | None, source: int, world: World) -> Found:
@@ -98,9 +132,83 @@ def _broadcast(own: Found | None, source: int, world: World) -> Found:
 def open_run(
     config: TrainConfig, world: World, folder: Path | None, found: Found | None
 ) -> Run | None:
-    """Create or continue the run's folder on rank 0; elsewhere None."""
-    if world.rank or folder is None:
+    """Create or continue the run's folder, once on every disk.
+
+    Args:
+        config: the settings of the run.
+        world: this rank.
+        folder: of the run, on each machine (None: nobody writes).
+        found: what to go on with.
+
+    Returns:
+        The run, on rank 0 and on the first rank of each machine whose disk is its own;
+        None on the others.
+
+    Raises:
+        BadInput: a machine cannot write there, or holds another run under this name;
+            on all ranks.
+
+    **Collective**: all ranks must call it.
+    """
+    if folder is None:
         return None
+    run, problem = None, ""
+    if _writes(folder, world, new=found is None and not config.auto_resume):
+        try:
+            run = _create_or_continue(config, world, folder, found)
+        except BadInput as error:
+            problem = str(error)
+    _fail_together(problem, world)
+    return run
+
+
+def _writes(folder: Path, world: World, *, new: bool) -> bool:
+    """Whether this rank is rank 0, or the first on a disk where rank 0 does not write.
+
+    Rank 0 creates a file that the others then try to create. That asks the file server,
+    while looking for it could be answered from a cache.
+    """
+    if world.local_world_size == world.world_size:
+        return world.rank == 0
+    nonce = gather_json(uuid.uuid4().hex, world.device)[0]
+    mark = folder / f".seen-by-all-{nonce}"
+    created = False
+    try:
+        for first in (True, False):
+            problem = ""
+            if world.local_rank == 0 and (world.rank == 0) is first:
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    with contextlib.suppress(FileExistsError):
+                        mark.touch(exist_ok=False)
+                        created = True
+                    if created and new:
+                        Run.check_free(folder)
+                except OSError as error:
+                    problem = f"out {folder}: {error.strerror}; choose another"
+                except BadInput as error:
+                    problem = str(error)
+            _fail_together(problem, world)
+    finally:
+        if created:
+            mark.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # if there is something in it, it stays
+                folder.rmdir()
+    return created
+
+
+def _fail_together(problem: str, world: World) -> None:
+    """Raise one rank's problem on all ranks, or nobody's."""
+    hosts = gather_json([socket.gethostname(), problem], world.device)
+    several = len({host for host, _ in hosts}) > 1
+    for host, text in hosts:
+        if text:
+            raise BadInput(f"on {host}: {text}" if several else text)
+
+
+def _create_or_continue(
+    config: TrainConfig, world: World, folder: Path, found: Found | None
+) -> Run:
     environment = describe_environment(
         device=str(world.device.type),
         device_name=torch.cuda.get_device_name() if world.backend == "nccl" else None,

@@ -62,6 +62,7 @@ FLOORS = [
         "recovery",
         "resume",
         "side_by_side",
+        "step",
         "training",
         "trial",
     },

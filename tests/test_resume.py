@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torchvision import models
 
-from ddp_lab import checkpoint, loop, model, train
+from ddp_lab import checkpoint, loop, model, resume, train
 from ddp_lab.config import TrainConfig
 from ddp_lab.datasets import load_dataset
 from ddp_lab.errors import BadInput, Stopped
@@ -32,7 +32,7 @@ from ddp_lab.launch import launch
 from ddp_lab.loop import fit, train_step
 from ddp_lab.preempt import StopRequest
 from ddp_lab.record import Run
-from ddp_lab.resume import find_newest
+from ddp_lab.resume import find_newest, open_run
 from ddp_lab.world import join_world
 from image_files import write_folder
 
@@ -169,6 +169,7 @@ def on_two_ranks(folder):
 
 def on_two_hosts(config, data, world, case):
     """Two ranks that pretend to be two hosts; the other one's checkpoint is newer."""
+    resume.socket.gethostname = lambda: f"host{world.rank}"
     host = dataclasses.replace(world, local_rank=0, local_world_size=1)
     folder = case / f"host{world.rank}"
     if world.rank == 0:
@@ -182,7 +183,55 @@ def on_two_hosts(config, data, world, case):
     newest = find_newest(folder, host)
     config = dataclasses.replace(config, auto_resume=True, out=folder)
     fit(config, data, host, folder)
-    return newest.step, newest.history.count("\n"), len(newest.state["model"])
+    return {
+        "newest": [newest.step, newest.history.count("\n"), len(newest.state["model"])],
+        "one disk": open_run(config, host, case / "one disk", None) is not None,
+        **bad_files_on_a_host(host, case),
+        **another_run_on_a_host(config, host, case),
+    }
+
+
+def bad_files_on_a_host(host, case):
+    """Host 1 has damaged files, then files of a newer version; host 0's are good."""
+    found = {}
+    folder = case / f"bad{host.rank}"
+    shutil.copytree(case / f"host{host.rank}", folder)
+    if host.rank == 1:
+        cut_short(folder / "checkpoint-00000015.pt")
+    found["one damaged"] = find_newest(folder, host).skipped
+    if host.rank == 1:
+        for path in folder.glob("*.pt"):
+            cut_short(path)
+    found["all damaged"] = find_newest(folder, host).skipped
+    if host.rank == 1:
+        make_newer(case / "host1", folder)
+    found["newer"] = complaint_of(find_newest, folder, host)
+    return found
+
+
+def another_run_on_a_host(config, host, case):
+    """A new run, whose name host 1 has given to another one, or to a file."""
+    config = dataclasses.replace(config, auto_resume=False)
+    found = {}
+    for name in ("taken", "blocked"):
+        folder = case / f"{name}{host.rank}" / "run"
+        folder.parent.mkdir()
+        if host.rank == 1 and name == "taken":
+            shutil.copytree(case / "host1", folder)
+        elif host.rank == 1:
+            folder.write_text("a file")
+        before = sorted(folder.parent.rglob("*"))
+        found[name] = complaint_of(open_run, config, host, folder, None)
+        assert sorted(folder.parent.rglob("*")) == before  # nothing is made, or lost
+    return found
+
+
+def complaint_of(fn, *arguments):
+    try:
+        fn(*arguments)
+    except BadInput as error:
+        return str(error)
+    return None
 
 
 def stop_one(world, folder):
@@ -246,7 +295,7 @@ def on_two(folder, alone):
     found = launch(on_two_ranks, folder, num_ranks=2, num_threads=1)
     stopped, of_rank_1 = (own["stop"][0] for own in found)
     assert stopped == f"{of_rank_1}; go on with --resume {folder}/stop/crashed"
-    return found[0]
+    return found
 
 
 # -------------------------------------------------------------------- after a crash
@@ -256,7 +305,7 @@ def on_two(folder, alone):
 def test_resumed_run_is_the_uninterrupted_one(folder, on_two, name):
     """In mid-epoch, from a checkpoint two steps before the crash."""
     kept = {"log_every": [6, 5, 3], "drop_last off": [6, 3]}
-    assert on_two[name] == kept.get(name, [6, 5])
+    assert on_two[0][name] == kept.get(name, [6, 5])
     assert_equal(folder / name / "crashed", folder / name / "whole")
     steps = [line["step"] for line in Run(folder / name / "whole").history.steps]
     expected = {
@@ -277,13 +326,58 @@ def test_another_number_of_ranks(folder, on_two, alone):
 
 def test_the_newest_of_several_hosts(folder, on_two):
     """It goes on from the other host's checkpoint, and with that one's history."""
-    step, num_lines, num_tensors = on_two["hosts"]
+    step, num_lines, num_tensors = on_two[0]["hosts"]["newest"]
     assert step == 6
-    crashed = [line["step"] for line in Run(folder / "log_every/host1").history.lines]
-    assert num_lines == len(crashed)
+    assert num_lines == 7  # up to the crash: steps 2, 3, 4, 5, evaluation, 6, 7
     assert num_tensors == len(weights(folder / "log_every" / "whole"))
     assert_equal(folder / "log_every" / "host0", folder / "log_every" / "whole")
-    assert checkpoint.saved_steps(folder / "log_every" / "host1")[0] == 6
+
+
+def test_each_host_has_the_whole_run(folder, on_two):
+    """On its own disk; BatchNorm's statistics in mid-epoch are rank 0's there too."""
+    hosts = [folder / "log_every" / f"host{k}" for k in (0, 1)]
+    assert_equal(*hosts)
+    assert [sorted(p.name for p in host.iterdir()) for host in hosts] == [
+        [f"checkpoint-{step:08d}.pt" for step in (10, 12, 15)]
+        + ["checkpoint.pt", "config.json", "environment.json", "history.jsonl"]
+    ] * 2
+    in_mid_epoch = [checkpoint.load(h / "checkpoint-00000012.pt") for h in hosts]
+    for name, tensor in in_mid_epoch[0]["model"].items():
+        assert torch.equal(tensor, in_mid_epoch[1]["model"][name]), name
+
+
+def test_hosts_that_share_a_disk(folder, on_two):
+    """Only rank 0 writes."""
+    assert [found["hosts"]["one disk"] for found in on_two] == [True, False]
+    names = {p.name for p in (folder / "log_every" / "one disk").iterdir()}
+    assert names == {"config.json", "environment.json", "history.jsonl"}
+
+
+def test_bad_files_on_another_host(folder, on_two):
+    """They are told of, or refused, on all ranks alike."""
+    own, other = (found["hosts"] for found in on_two)
+    [damaged] = own["one damaged"]
+    damaged_file = f"{folder}/log_every/bad1/checkpoint-00000015.pt"
+    assert damaged.startswith(f"on host1: checkpoint {damaged_file} is damaged")
+    assert damaged.endswith("; trying the one before")
+    [damaged] = own["all damaged"]
+    assert damaged.startswith("on host1: checkpoint ")
+    assert damaged.endswith("; another machine's is taken")
+    assert "bad1/checkpoint-00000015.pt has format 2, this version" in own["newer"]
+    for key in ("one damaged", "all damaged", "newer"):
+        assert own[key] == other[key]
+
+
+def test_a_host_that_cannot_write(folder, on_two):
+    """All ranks refuse, and no host has half a run."""
+    own, other = (found["hosts"] for found in on_two)
+    assert own["taken"] == other["taken"]
+    assert own["taken"].startswith(
+        f"on host1: out {folder}/log_every/taken1/run holds a run already"
+    )
+    assert own["blocked"] == other["blocked"]
+    blocked = f"on host1: out {folder}/log_every/blocked1/run: File exists; choose"
+    assert own["blocked"].startswith(blocked)
 
 
 def test_keep_checkpoints(folder, on_two):
@@ -304,7 +398,7 @@ def test_keep_checkpoints(folder, on_two):
 
 def test_one_rank_asks_and_all_stop(folder, on_two):
     """At the next log point, and save there."""
-    said, saved = on_two["stop"]
+    said, saved = on_two[0]["stop"]
     assert said.startswith("stopped by SIGUSR1 after step 9, in epoch 2")
     assert saved == [9, 5]
     assert_equal(folder / "stop" / "crashed", folder / "stop" / "whole")
@@ -354,8 +448,7 @@ def test_all_damaged(crashed, capsys):
     for path in list(crashed.glob("*.pt")):
         cut_short(path)
     before = contents(crashed)
-    with pytest.warns(UserWarning, match="trying the one before"):
-        assert train.main(["--resume", str(crashed)]) == 2
+    assert train.main(["--resume", str(crashed)]) == 2
     complaint = capsys.readouterr().err
     assert complaint.startswith(f"ddp_lab.train: checkpoint {crashed}/checkpoint")
     assert "is damaged or none of ours: start the run anew" in complaint
@@ -363,10 +456,15 @@ def test_all_damaged(crashed, capsys):
     assert contents(crashed) == before
 
 
-def test_a_newer_version_s_is_not_passed_over(crashed, capsys):
-    newest = crashed / "checkpoint-00000006.pt"
-    state = torch.load(newest, weights_only=True)
+def make_newer(folder, other=None):
+    """Give a folder's newest checkpoint a format of the future, there or elsewhere."""
+    state = torch.load(Run(folder).checkpoint_file, weights_only=True)
+    newest = (other or folder) / f"checkpoint-{state['progress']['step']:08d}.pt"
     torch.save({**state, "format": checkpoint.FORMAT + 1}, newest)
+
+
+def test_a_newer_version_s_is_not_passed_over(crashed, capsys):
+    make_newer(crashed)
     before = contents(crashed)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -187,6 +187,7 @@ try_to_load(home / "whole.tmp")
 #
 # On several ranks, **rank 0 alone** saves: with DDP all have the same weights, and two
 # writers of one file would tear it. The others need not wait, except before they leave.
+# (Machines that do not see rank 0's disk keep a copy on their own: `ddp_lab` does so.)
 #
 # One more trap. `torch.load` reads a pickle, and a pickle can *run* what it likes.
 
@@ -443,7 +444,7 @@ workers.close()
 # | spot instances | a notice, minutes or less | another machine |
 #
 # `ddp_lab.train` treats USR1 like SIGTERM. What all of them need is a folder that
-# outlives the machine.
+# outlives the machine, or a second machine that has it too.
 #
 # ## How often to save
 #

@@ -112,7 +112,9 @@ class Slurm:
         parts = [f"job {job}: {self.state(job)}\n{self.output(job)}"] if job else []
         for name in ("ctld", "slurmd-host1", "slurmd-host2", "munge.out"):
             log = self.folder / name
-            parts.append(f"== {name}\n{log.read_text()[-3000:] if log.exists() else ''}")
+            parts.append(
+                f"== {name}\n{log.read_text()[-3000:] if log.exists() else ''}"
+            )
         return "\n".join(parts)
 
 

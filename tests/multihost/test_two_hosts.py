@@ -90,7 +90,26 @@ def test_torchrun_on_two_hosts_though_the_cable_is_out_for_a_while(hosts, refere
     assert curve(first.folder) == reference
     assert lines_with(first, "digits: 2 ranks on cpu (gloo), 4 images a rank")
     assert lines_with(first, "test accuracy")
-    assert not list(second.folder.iterdir())  # rank 0 writes, and nobody else
+    assert curve(second.folder) == reference  # each host has the run on its own disk
+    assert lines_with(first, "the run's files are on host1, host2, each by itself")
+
+
+def test_rank_0_s_host_is_lost_for_good(hosts, reference):
+    """The other one has the run too, and goes on with two ranks of its own."""
+    first, second = hosts
+    command = [*TORCHRUN, "--nnodes=2", *TRAIN, "--checkpoint-every=1"]
+    agents = [start(host, *command) for host in hosts]
+    wait_for(lambda: num_lines(second.folder) >= 9, "a first epoch", among=agents)
+    first.cut()
+    first.kill_all()
+    second.kill_all()
+    before = num_lines(second.folder)
+    assert before < len(reference)
+    alone = [sys.executable, *TRAIN, "--auto-resume", "--num-ranks=2"]
+    assert start(second, *alone, "--num-threads=1").wait(300) == 0
+    [going_on] = lines_with(second, "going on after step")
+    assert int(going_on.split("after step ")[1].split(",")[0]) >= 6
+    assert curve(second.folder) == reference
 
 
 def test_a_host_is_lost_and_comes_back(hosts, reference):
