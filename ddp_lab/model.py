@@ -81,7 +81,11 @@ def check_model(
     """
     try:
         with torch.device("meta"):
-            model = build_model(config, num_classes)
+            try:
+                model = build_model(config, num_classes)
+            except NotImplementedError:  # RegNet computes its widths with tensors
+                with torch.device("cpu"):
+                    model = build_model(config, num_classes).to("meta")
             seen = micro_batch_size * (world_size if config.norm == "sync" else 1)
             model(torch.empty(seen, 3, config.image_size, config.image_size))
     except BadInput:

@@ -5,10 +5,13 @@ far it got. It is what a checkpoint holds, so a run that goes on from one is the
 run. Before its first step the ranks compare what they are about to do (`fingerprint`).
 """
 
+import hashlib
 import json
 import math
+import platform
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
 from ddp_lab.config import TrainConfig
-from ddp_lab.datasets import ImageSet
+from ddp_lab.datasets import ImageSet, ImagesOnDisk
 from ddp_lab.errors import BadInput
 from ddp_lab.model import wrap_model
 from ddp_lab.world import World
@@ -250,11 +253,28 @@ def fingerprint(
         f"parameter {name} of shape": str(tuple(p.shape))
         for name, p in model.named_parameters()
     }
+    sizes = {
+        f"sizes of {name} files:": split.fingerprint_sizes()
+        for name, split in (("training", data.train), ("test", data.test))
+        if isinstance(split, ImagesOnDisk)
+    }
     return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": torch.__version__,
+        "ddp_lab of sha256:": _code(),
         **settings,
         "training data:": data.train.fingerprint(),
         "test data:": data.test.fingerprint(),
+        **sizes,
         "classes": ", ".join(data.classes),
         "batches an epoch:": str(num_batches),
         **parameters,
     }
+
+
+def _code() -> str:
+    """What the source of this package adds up to, shortened."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -181,7 +181,12 @@ def test_folder_fingerprint_does_not_depend_on_the_place(tmp_path):
     here = load_dataset(folder_config(write_folder(tmp_path / "a"))).train
     there = load_dataset(folder_config(write_folder(tmp_path / "b"))).train
     assert here.fingerprint() == there.fingerprint()
-    (tmp_path / "b" / "train" / "cat" / "0.png").unlink()
+    assert here.fingerprint_sizes() == there.fingerprint_sizes()
+    first = tmp_path / "b" / "train" / "cat" / "0.png"
+    first.write_bytes(first.read_bytes()[:-1])
+    assert here.fingerprint_sizes() != there.fingerprint_sizes()
+    assert there.fingerprint_sizes(num_files=3).startswith("3 of them, sha256")
+    first.unlink()
     fewer = load_dataset(folder_config(tmp_path / "b")).train
     assert fewer.fingerprint() != here.fingerprint()
 

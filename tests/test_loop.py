@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from ddp_lab import loop
+from ddp_lab import loop, training
 from ddp_lab.config import TrainConfig
 from ddp_lab.data import eval_loader, train_loader
 from ddp_lab.datasets import ImagesInMemory, load_dataset
@@ -118,7 +118,7 @@ def on_two_ranks(folder):
             resume_after_a_crash(config, data, world, folder / f"{name} crashed")
         found["disagree"] = {
             name: disagree(name, data, world)
-            for name in ("setting", "data", "model", "batches")
+            for name in ("setting", "data", "model", "batches", "code")
         }
         found["nan"] = become_nan(data, world, folder / "nan")
         found["buckets"] = count_buckets(data, world)
@@ -149,6 +149,7 @@ def resume_after_a_crash(config, data, world, folder):
 
 def disagree(name, data, world):
     config, odd = CONFIG, world.rank == 1
+    code = training._code
     if name == "setting" and odd:
         config = dataclasses.replace(CONFIG, lr=0.02)
     if name == "data" and odd:
@@ -159,6 +160,8 @@ def disagree(name, data, world):
         )
     if name == "model" and odd:
         loop.build_model = lambda config, _: build_model(config, 11)
+    if name == "code" and odd:
+        training._code = lambda: "another"
     if name == "batches" and odd:
         loop.train_loader = lambda data, *rest: train_loader(
             dataclasses.replace(data, train=data.train.subset(list(range(48)))), *rest
@@ -169,6 +172,7 @@ def disagree(name, data, world):
         return f"{type(error).__name__}: {error}"
     finally:
         loop.build_model, loop.train_loader = build_model, train_loader
+        training._code = code
     return "trained"
 
 
@@ -362,6 +366,7 @@ def test_what_a_run_leaves_behind(trained):
             "rank 0 has parameter 8.weight of shape (10, 32), "
             "rank 1 has parameter 8.weight of shape (11, 32)",
         ),
+        ("code", ", rank 1 has ddp_lab of sha256: another; give all ranks the same"),
         (
             "batches",
             "rank 0 has batches an epoch: 5, rank 1 has batches an epoch: 4",

@@ -46,6 +46,10 @@ def test_group_norm_replaces_every_batch_norm():
     assert scores.shape == (1, 10)
 
 
+def test_a_model_that_cannot_be_built_without_memory():
+    check_model(TrainConfig(model="regnet_y_400mf", image_size=32), 7, 2)
+
+
 @pytest.mark.parametrize(
     "name", ["googlenet", "mobilenet_v3_small", "shufflenet_v2_x0_5"]
 )

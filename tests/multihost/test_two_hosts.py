@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+import ddp_lab
 from ddp_lab.record import Run
 from multihost.hosts import missing_for_hosts, two_hosts, wait_for
 
+PACKAGE = Path(ddp_lab.__file__).parent
 ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts"
 
 pytestmark = [
@@ -204,7 +207,7 @@ except LabError as error:
 """
 
 
-def by_hand(host, rank, *, world_size=2, timeout_s=60, data="digits", **environ):
+def by_hand(host, rank, *arguments, world_size=2, **environ):
     """A rank under no launcher, as srun starts them: RANK, WORLD_SIZE, MASTER_ADDR."""
     variables = {
         "RANK": str(rank),
@@ -214,8 +217,11 @@ def by_hand(host, rank, *, world_size=2, timeout_s=60, data="digits", **environ)
         "MASTER_ADDR": "host1",
         "MASTER_PORT": "29500",
     }
-    command = [sys.executable, "-c", MEET, str(timeout_s), data]
-    return start(host, *command, **(variables | environ))
+    return start(host, sys.executable, *arguments, **(variables | environ))
+
+
+def meet(host, rank, *, timeout_s=60, data="digits", **options):
+    return by_hand(host, rank, "-c", MEET, str(timeout_s), data, **options)
 
 
 def said(host):
@@ -226,7 +232,7 @@ def said(host):
 
 def test_hosts_with_different_data_are_named(hosts):
     first, second = hosts
-    ranks = [by_hand(first, 0, data="aaaa"), by_hand(second, 1, data="bbbb")]
+    ranks = [meet(first, 0, data="aaaa"), meet(second, 1, data="bbbb")]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
     message = (
         "RanksDisagree: the ranks disagree: rank 0 on host1 has training data: aaaa, "
@@ -236,12 +242,29 @@ def test_hosts_with_different_data_are_named(hosts):
     assert said(first) == said(second) == ["[0, 1]", message]
 
 
+def test_hosts_with_different_code_are_named(hosts):
+    """Though it is only a line's difference; and nobody has begun a run."""
+    _, second = hosts
+    shutil.copytree(PACKAGE, second.folder / "ddp_lab")  # found before any other
+    with (second.folder / "ddp_lab" / "step.py").open("a") as file:
+        file.write("# another version\n")
+    ranks = [by_hand(host, rank, *TRAIN) for rank, host in enumerate(hosts)]
+    assert [rank.wait(120) for rank in ranks] == [2, 2]
+    for host in hosts:
+        [message] = said(host)
+        assert message.startswith(
+            "ddp_lab.train: the ranks disagree: rank 0 on host1 has ddp_lab of sha256: "
+        )
+        assert ", rank 1 on host2 has ddp_lab of sha256: " in message
+        assert not (host.folder / "run").exists()
+
+
 def test_a_name_that_leads_to_the_loopback(hosts):
     """Debian writes 127.0.1.1 beside a machine's own name."""
     first, second = hosts
     names = second.hosts_file.read_text()
     second.hosts_file.write_text(names.replace("10.77.0.2 host2", "127.0.1.1 host2"))
-    ranks = [by_hand(first, 0), by_hand(second, 1)]
+    ranks = [meet(first, 0), meet(second, 1)]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
     assert said(first) == said(second)
     assert said(first)[0].startswith(
@@ -252,7 +275,7 @@ def test_a_name_that_leads_to_the_loopback(hosts):
     for host in hosts:
         host.log.unlink()
     cure = {"GLOO_SOCKET_IFNAME": second.interface}
-    ranks = [by_hand(first, 0), by_hand(second, 1, **cure)]
+    ranks = [meet(first, 0), meet(second, 1, **cure)]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
     assert said(first) == said(second) == ["[0, 1]"]
 
@@ -267,7 +290,7 @@ def test_the_missing_rank_is_named_and_where_it_should_be(hosts):
     }
     places = [{"SLURM_PROCID": str(r), "SLURM_NODEID": str(r)} for r in (0, 1)]
     ranks = [
-        by_hand(host, r, world_size=3, timeout_s=15, **slurm, **places[r])
+        meet(host, r, world_size=3, timeout_s=15, **slurm, **places[r])
         for r, host in enumerate(hosts)
     ]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
@@ -284,7 +307,7 @@ def test_the_missing_rank_is_named_and_where_it_should_be(hosts):
 def test_a_host_that_cannot_be_reached(hosts):
     first, second = hosts
     second.cut()
-    ranks = [by_hand(host, r, timeout_s=2) for r, host in enumerate(hosts)]
+    ranks = [meet(host, r, timeout_s=2) for r, host in enumerate(hosts)]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
     assert said(first)[0].startswith(
         "LabError: 1 of 2 ranks arrived within 2 s, missing: 1. Did it fail before"
