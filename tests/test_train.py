@@ -187,6 +187,16 @@ def test_resume_goes_on(spawned, tmp_path):
     assert "after 3 epochs" in said[-1]
     assert len(Run.open(tmp_path / "a").history.steps) == 6
 
+    # and from the checkpoint before, if the newest is damaged
+    with (tmp_path / "a" / "checkpoint-00000006.pt").open("r+b") as file:
+        file.truncate(1000)
+    status, said, complaints = run([*TRAIN, "--resume", "a", "--epochs", "3"], tmp_path)
+    assert (status, complaints) == (0, [])
+    assert said[1].startswith("checkpoint a/checkpoint-00000006.pt is damaged or none")
+    assert said[1].endswith("; trying the one before")
+    assert said[2] == "going on after step 4, in epoch 3"
+    assert len(Run.open(tmp_path / "a").history.steps) == 6
+
 
 def test_interrupt_leaves_nothing_behind(tmp_path):
     """Meanwhile: nothing of ours listens beyond this machine."""
@@ -229,8 +239,9 @@ def test_other_datasets_train(tmp_path, dataset):
         write_folder(tmp_path / "data")
     else:
         write_fashion_mnist(tmp_path / "data")
+    also = {"folder": ["--num-workers", "1"], "fashion-mnist": ["--norm", "sync"]}
     status, said, complaints = run(
-        [*TRAIN, *TINY, "--dataset", dataset, "--num-workers", "1"], tmp_path
+        [*TRAIN, *TINY, "--dataset", dataset, *also[dataset]], tmp_path
     )
     assert (status, complaints) == (0, [])
     assert said[0].startswith(f"resnet18 on {dataset}: 2 ranks")
