@@ -24,7 +24,15 @@ import torch
 from ddp_lab.errors import BadInput
 from ddp_lab.record import atomic_file
 
-__all__ = ["FORMAT", "NewerFormat", "load", "load_latest", "save", "saved_steps"]
+__all__ = [
+    "FORMAT",
+    "NewerFormat",
+    "load",
+    "load_latest",
+    "save",
+    "saved_steps",
+    "tidy",
+]
 
 FORMAT = 1
 _KEYS = {"format", "model", "optimizer", "schedule", "progress", "config", "data"}
@@ -68,13 +76,21 @@ def save(folder: Path, state: dict[str, Any], *, keep: int = 2) -> Path:
             f"cannot write the checkpoint {path}: {reason}{kept}; make room and go on "
             f"with --resume {folder}"
         ) from error
-    # what is newer belongs to a future that a resumed run has left
+    tidy(folder, step, keep)
+    return path
+
+
+def tidy(folder: Path, step: int, keep: int) -> None:
+    """Remove what a run that is at this optimiser step needs no more.
+
+    That is done after each save, and when a run goes on: it may have been killed
+    between the two. What is newer belongs to a future that a resumed run has left.
+    """
     steps = saved_steps(folder)
     for other in set(steps) - set([s for s in steps if s <= step][:keep]):
         (folder / f"checkpoint-{other:08d}.pt").unlink(missing_ok=True)
     for left_over in folder.glob("checkpoint*.tmp"):  # of a process that was killed
         left_over.unlink(missing_ok=True)
-    return path
 
 
 def saved_steps(folder: Path) -> list[int]:

@@ -225,6 +225,7 @@ def _create_or_continue(
     if not run.config_file.is_file():  # the run comes from another machine
         run = Run.create(folder, config, environment)
     run.go_on(found.step, found.history, environment)
+    checkpoint.tidy(folder, found.step, config.keep_checkpoints)
     if config.resume_anyway:  # from now on these are the run's settings
         run.write_config(replace(config, resume=None, resume_anyway=False))
     return run

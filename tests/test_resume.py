@@ -456,6 +456,19 @@ def test_all_damaged(crashed, capsys):
     assert contents(crashed) == before
 
 
+def test_killed_between_saving_and_tidying_up(folder, alone, tmp_path):
+    """After the last save: there is no other one that would do it."""
+    data, world = alone
+    run = tmp_path / "run"
+    shutil.copytree(folder / "whole", run)
+    names = set(contents(run))
+    shutil.copy(run / "checkpoint-00000012.pt", run / "checkpoint-00000010.pt")
+    (run / "checkpoint-00000015.pt.tmp").write_bytes(b"half")
+    fit(go_on(IN_DOUBLE, run), data, world, run)
+    assert set(contents(run)) == names
+    assert_equal(run, folder / "whole")
+
+
 def make_newer(folder, other=None):
     """Give a folder's newest checkpoint a format of the future, there or elsewhere."""
     state = torch.load(Run(folder).checkpoint_file, weights_only=True)
