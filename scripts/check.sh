@@ -20,5 +20,7 @@ say "notebooks: built from their sources?"
 python scripts/build_notebooks.py --check
 
 say "notebooks: executed and compared"
-python -m pytest --nbval --nbval-current-env --nbval-cell-timeout=240 \
+# two at a time, each whole on one kernel: much of a notebook waits for its ranks to start
+python -m pytest --numprocesses 2 --dist loadscope \
+    --nbval --nbval-current-env --nbval-cell-timeout=240 \
     --nbval-sanitize-with=notebooks/sanitize.cfg notebooks
