@@ -29,6 +29,7 @@ from ddp_lab.config import TrainConfig
 from ddp_lab.data import draw_augmentation, shard_indices
 from ddp_lab.datasets import load_dataset
 from ddp_lab.launch import launch, shared
+from ddp_lab.step import _tally
 from ddp_lab.world import join_world
 
 TOLERANCE = 1e-12
@@ -288,7 +289,7 @@ def mean_of_means(model, batches, optimizer, _, *, num_micro_batches=1, **option
         reduction = "mean" if len(labels) else "sum"
         loss = F.cross_entropy(scores, labels, reduction=reduction)
         (loss / num_micro_batches).backward()
-        tally += loop._tally(scores, labels, loss * len(labels))
+        tally += _tally(scores, labels, loss * len(labels))
     optimizer.step()
     return tally
 
@@ -307,7 +308,7 @@ def clip_early(each_micro_batch):
                 scores = model(images)
                 loss_sum = F.cross_entropy(scores, labels, reduction="sum")
                 (loss_sum * dist.get_world_size() / num).backward()
-            tally += loop._tally(scores, labels, loss_sum)
+            tally += _tally(scores, labels, loss_sum)
             if each_micro_batch or k == num_micro_batches:
                 nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
         for p in model.parameters():
