@@ -63,12 +63,12 @@ def measure(settings: dict[str, Any], precision: str) -> dict[str, Any]:
 
 
 def row(name: str, precision: str, found: dict[str, Any]) -> list[str]:
-    def largest(runs: list[str]) -> str:
-        pair = [max(found[what][run] for run in runs) for what in ("loss", "weights")]
+    def largest(run: str) -> str:
+        pair = [found[what][run] for what in ("loss", "weights")]
         return " / ".join(f"{number:.0e}" if number else "0" for number in pair)
 
     counts = ", ".join(str(count) for count in found["correct"])
-    cells = [largest(["1 again"]), largest(["2"]), largest(["4"])]
+    cells = [largest(run) for run in ("1 again", "2", "4")]
     return [name, precision, *cells, f"{counts} of {found['test_images'][0]}"]
 
 

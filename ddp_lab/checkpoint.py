@@ -16,6 +16,7 @@ import contextlib
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,13 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
 
-def load_latest(folder: Path) -> dict[str, Any] | None:
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=3)  # where `load_latest` was called
+
+
+def load_latest(
+    folder: Path, *, warn: Callable[[str], None] = _warn
+) -> dict[str, Any] | None:
     """Read the newest checkpoint of a run that can be read, onto the CPU.
 
     A file that is torn, truncated or not one of ours is skipped with a warning, and the
@@ -107,6 +114,7 @@ def load_latest(folder: Path) -> dict[str, Any] | None:
 
     Args:
         folder: of the run.
+        warn: is told of each file that is skipped (unless said: by a warning).
 
     Returns:
         What was given to `save`, and ``format``; None if the folder holds no checkpoint
@@ -129,7 +137,7 @@ def load_latest(folder: Path) -> dict[str, Any] | None:
         except BadInput as error:
             problems.append(str(error))
             if path is not paths[-1]:
-                warnings.warn(f"{error}; trying the one before", stacklevel=2)
+                warn(f"{error}; trying the one before")
     if problems:
         raise BadInput(problems[-1])
     return None

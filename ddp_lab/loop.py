@@ -4,7 +4,6 @@ Every number reported here is the run's, not a rank's: tallies (see step.py) sum
 all ranks, divided once at the end.
 """
 
-import socket
 import time
 import warnings
 from collections.abc import Iterator
@@ -36,7 +35,6 @@ from ddp_lab.training import (
 from ddp_lab.world import (
     World,
     check_same,
-    gather_json,
     gather_over_ranks,
     join_world,
 )
@@ -129,9 +127,7 @@ def fit(
     if found is not None:
         insisted = check_resumable(config, found.state, data)
         training.load(found.state, config, steps_per_epoch)
-    run = open_run(config, world, folder, found)
-    hosts = gather_json(socket.gethostname() if run else None, world.device)
-    writers = [host for host in hosts if host]
+    run, writers = open_run(config, world, folder, found)
 
     done = training.epoch * steps_per_epoch + training.steps_into_epoch(config)
     report = Progress(

@@ -32,6 +32,7 @@ __all__ = [
     "atomic_file",
     "describe_environment",
     "write_atomically",
+    "writing_to",
 ]
 
 
@@ -109,13 +110,11 @@ class Run:
         """
         cls.check_free(folder)
         run = cls(folder)
-        try:
+        with writing_to(folder):
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(run.environment_file, _pretty(environment))
             run.write_config(config)
             run.history_file.touch()
-        except OSError as error:
-            raise BadInput(f"out {folder}: {error.strerror}; choose another") from error
         return run
 
     @property
@@ -226,6 +225,15 @@ def _git_revision() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return revision.strip() + ("+" if edited.returncode else "")
+
+
+@contextlib.contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Turn what the file system refuses in the block into a `BadInput`."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(f"out {folder}: {error.strerror}; choose another") from error
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import contextlib
 import io
 import socket
 import uuid
-import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ddp_lab import checkpoint
 from ddp_lab.config import TrainConfig
 from ddp_lab.errors import BadInput
-from ddp_lab.record import Run, describe_environment
+from ddp_lab.record import Run, describe_environment, writing_to
 from ddp_lab.world import World, gather_json
 
 __all__ = ["Found", "find_newest", "open_run"]
@@ -65,42 +65,33 @@ def find_newest(folder: Path, world: World) -> Found | None:
     three times a model's size under SGD with momentum.
     """
     own: Found | None = None
-    problem, too_new, skipped = "", "", []
+    problem, too_new = "", ""
+    skipped: list[str] = []
     if world.local_rank == 0:
         try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                state = checkpoint.load_latest(folder)
+            state = checkpoint.load_latest(folder, warn=skipped.append)
             own = Found(state, Run(folder).read_history()) if state else None
-            skipped = [str(warning.message) for warning in caught]
         except checkpoint.NewerFormat as error:
             too_new = str(error)
         except BadInput as error:
             problem = str(error)
-    host = socket.gethostname()
-    step = own.step if own else -1
-    reports = gather_json([step, host, too_new, problem, skipped], world.device)
-    hosts = [report[1] for report in reports]
-
-    def tell(host: str, text: str) -> str:
-        return f"on {host}: {text}" if len(set(hosts)) > 1 else text
-
-    fatal = [tell(host, text) for _, host, text, _, _ in reports if text]
-    unread = [tell(host, text) for _, host, _, text, _ in reports if text]
-    newest = max(step for step, *_ in reports)
+            skipped = [f"{problem}; another machine's is taken"]
+    _fail_together(too_new, world)
+    report = [own.step if own else -1, socket.gethostname(), skipped]
+    steps, hosts, texts = zip(*gather_json(report, world.device), strict=True)
+    newest = max(steps)
     if newest < 0:
-        fatal += unread
-    if fatal:
-        raise BadInput(fatal[0])
-    if newest < 0:
+        _fail_together(problem, world)
         return None
-    source = [step for step, *_ in reports].index(newest)
-    passed_over = [tell(host, t) for *_, host, _, _, texts in reports for t in texts]
+    source = steps.index(newest)
     return replace(
         _broadcast(own, source, world),
         host=hosts[source] if hosts[source] != hosts[0] else "",
-        skipped=[f"{text}; another machine's is taken" for text in unread]
-        + passed_over,
+        skipped=[
+            _told(text, host, hosts)
+            for host, of_rank in zip(hosts, texts, strict=True)
+            for text in of_rank
+        ],
     )
 
 
@@ -131,7 +122,7 @@ def _broadcast(own: Found | None, source: int, world: World) -> Found:
 
 def open_run(
     config: TrainConfig, world: World, folder: Path | None, found: Found | None
-) -> Run | None:
+) -> tuple[Run | None, list[str]]:
     """Create or continue the run's folder, once on every disk.
 
     Args:
@@ -141,8 +132,8 @@ def open_run(
         found: what to go on with.
 
     Returns:
-        The run, on rank 0 and on the first rank of each machine whose disk is its own;
-        None on the others.
+        The run, on rank 0 and on the first rank of each machine whose disk is its own,
+        None on the others; and the hosts of those that have it.
 
     Raises:
         BadInput: a machine cannot write there, or holds another run under this name;
@@ -151,15 +142,15 @@ def open_run(
     **Collective**: all ranks must call it.
     """
     if folder is None:
-        return None
+        return None, []
     run, problem = None, ""
     if _writes(folder, world, new=found is None and not config.auto_resume):
         try:
             run = _create_or_continue(config, world, folder, found)
         except BadInput as error:
             problem = str(error)
-    _fail_together(problem, world)
-    return run
+    writers = _fail_together(problem, world, socket.gethostname() if run else None)
+    return run, [host for host in writers if host]
 
 
 def _writes(folder: Path, world: World, *, new: bool) -> bool:
@@ -174,20 +165,10 @@ def _writes(folder: Path, world: World, *, new: bool) -> bool:
     mark = folder / f".seen-by-all-{nonce}"
     created = False
     try:
-        for first in (True, False):
+        for turn in (world.rank == 0, world.rank > 0):  # rank 0, then the others
             problem = ""
-            if world.local_rank == 0 and (world.rank == 0) is first:
-                try:
-                    folder.mkdir(parents=True, exist_ok=True)
-                    with contextlib.suppress(FileExistsError):
-                        mark.touch(exist_ok=False)
-                        created = True
-                    if created and new:
-                        Run.check_free(folder)
-                except OSError as error:
-                    problem = f"out {folder}: {error.strerror}; choose another"
-                except BadInput as error:
-                    problem = str(error)
+            if turn and world.local_rank == 0:
+                created, problem = _create_mark(folder, mark, new)
             _fail_together(problem, world)
     finally:
         if created:
@@ -197,13 +178,34 @@ def _writes(folder: Path, world: World, *, new: bool) -> bool:
     return created
 
 
-def _fail_together(problem: str, world: World) -> None:
-    """Raise one rank's problem on all ranks, or nobody's."""
-    hosts = gather_json([socket.gethostname(), problem], world.device)
-    several = len({host for host, _ in hosts}) > 1
-    for host, text in hosts:
+def _create_mark(folder: Path, mark: Path, new: bool) -> tuple[bool, str]:
+    """Whether the mark was not there yet, and what is wrong with the folder."""
+    created = False
+    try:
+        with writing_to(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                mark.touch(exist_ok=False)
+                created = True
+        if created and new:
+            Run.check_free(folder)
+    except BadInput as error:
+        return created, str(error)
+    return created, ""
+
+
+def _fail_together(problem: str, world: World, value: Any = None) -> list[Any]:
+    """Raise one rank's problem on all ranks; if there is none, gather a value."""
+    reports = gather_json([socket.gethostname(), problem, value], world.device)
+    hosts, problems, values = zip(*reports, strict=True)
+    for host, text in zip(hosts, problems, strict=True):
         if text:
-            raise BadInput(f"on {host}: {text}" if several else text)
+            raise BadInput(_told(text, host, hosts))
+    return list(values)
+
+
+def _told(text: str, host: str, hosts: Sequence[str]) -> str:
+    return f"on {host}: {text}" if len(set(hosts)) > 1 else text
 
 
 def _create_or_continue(

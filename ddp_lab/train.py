@@ -14,7 +14,6 @@ import os
 import re
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -195,9 +194,7 @@ def _spawn(
     micro, _ = config.batches(num_ranks)
     state = None
     if config.resume is not None or config.auto_resume:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the ranks will say it
-            state = checkpoint.load_latest(folder)
+        state = checkpoint.load_latest(folder, warn=lambda _: None)  # ranks will say it
         if state is not None:
             check_resumable(config, state)
         elif config.resume is not None:

@@ -185,7 +185,7 @@ def on_two_hosts(config, data, world, case):
     fit(config, data, host, folder)
     return {
         "newest": [newest.step, newest.history.count("\n"), len(newest.state["model"])],
-        "one disk": open_run(config, host, case / "one disk", None) is not None,
+        "one disk": open_run(config, host, case / "one disk", None)[0] is not None,
         **bad_files_on_a_host(host, case),
         **another_run_on_a_host(config, host, case),
     }
