@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ddp_lab.record import describe_environment
+from ddp_lab.runs.record import describe_environment
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -12,6 +12,7 @@ if anything was left.
 import argparse
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -23,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ddp_lab.launch import launch
+from ddp_lab.ranks.launch import launch
 
-HELPERS = ("resource_tracker", "forkserver import main")
+HELPER = "resource_tracker"
+SHARED = Path("/dev/shm")
 
 
 def compute() -> None:
@@ -51,12 +53,19 @@ FUNCTIONS = [compute, wait_for_each_other, load, leave_soon]
 
 
 def children() -> list[psutil.Process]:
-    """Living processes under this one, without multiprocessing's own helpers."""
+    """Living processes under this one, without multiprocessing's own helper."""
     found = psutil.Process().children(recursive=True)
-    return [p for p in found if not any(h in " ".join(p.cmdline()) for h in HELPERS)]
+    return [p for p in found if HELPER not in " ".join(p.cmdline())]
 
 
-def left_behind(shared_memory: set[str]) -> dict[str, int]:
+def note_children(pids: set[int]) -> None:
+    """Keep a list of all that were started, as shared memory is named after them."""
+    while True:
+        pids |= {process.pid for process in psutil.Process().children(recursive=True)}
+        time.sleep(0.02)
+
+
+def left_behind(pids: set[int]) -> dict[str, int]:
     """What is there 5 s after a launch at the latest, and should not be."""
     end = time.monotonic() + 5.0
     while children() and time.monotonic() < end:
@@ -65,20 +74,22 @@ def left_behind(shared_memory: set[str]) -> dict[str, int]:
     return {
         "processes": len(children()),
         "ports": sum(c.status == psutil.CONN_LISTEN for c in connections),
-        "shared memory": len(segments() - shared_memory),
+        "shared memory": len(segments(pids)),
     }
 
 
-def segments() -> set[str]:
-    folder = Path("/dev/shm")
-    return {p.name for p in folder.glob("*torch*")} if folder.exists() else set()
+def segments(pids: set[int]) -> list[Path]:
+    """Shared memory that these processes have made: ``torch_PID_...``."""
+    made = [(path, re.match(r"torch_(\d+)_", path.name)) for path in SHARED.glob("*")]
+    return [path for path, found in made if found and int(found[1]) in pids]
 
 
-def storm(rounds: int, start_method: str, seed: int) -> dict[str, int]:
+def storm(rounds: int, seed: int) -> dict[str, int]:
     """Interrupt that many launches; return what was left, added up."""
     random.seed(seed)
-    launch(leave_soon, start_method=start_method)  # what is imported once
-    shared_memory = segments()
+    launch(leave_soon)  # what is imported once
+    pids = {os.getpid()}
+    threading.Thread(target=note_children, args=(pids,), daemon=True).start()
     total = {"interrupted": 0}
     for _ in range(rounds):
         fn = random.choice(FUNCTIONS)
@@ -87,27 +98,26 @@ def storm(rounds: int, start_method: str, seed: int) -> dict[str, int]:
         )
         try:
             timer.start()
-            launch(fn, start_method=start_method, timeout_s=60)
+            launch(fn, timeout_s=60)
             timer.join()  # it came too late: take the interrupt here
             time.sleep(0.01)
         except KeyboardInterrupt:
             total["interrupted"] += 1
-        for name, count in left_behind(shared_memory).items():
+        for name, count in left_behind(pids).items():
             total[name] = total.get(name, 0) + count
-    assert launch(os.getpid, start_method=start_method)
+    assert launch(os.getpid)
     return total
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("rounds", type=int, nargs="?", default=100)
-    parser.add_argument("--start-method", default="forkserver")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     # a shell's background job ignores interrupts
     signal.signal(signal.SIGINT, signal.default_int_handler)
     before = time.monotonic()
-    total = storm(options.rounds, options.start_method, options.seed)
+    total = storm(options.rounds, options.seed)
     seconds = time.monotonic() - before
     print(f"{options.rounds} rounds in {seconds:.0f} s:", total)
     return int(any(count for name, count in total.items() if name != "interrupted"))

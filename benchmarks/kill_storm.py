@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ import psutil
 import torch
 from common import describe_machine, write_results
 
-from ddp_lab import checkpoint
-from ddp_lab.record import Run
+from ddp_lab.runs import checkpoint
+from ddp_lab.runs.record import Run
 
 STEPS_PER_EPOCH, EPOCHS, BATCH = 12, 3, 8
 COMMON = [
@@ -54,19 +54,19 @@ LIMIT_S = 300.0  # nothing here takes so long
 class Attempt:
     """One start of a run, new or resumed, and what can be seen of it from outside."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, settings: Sequence[str], folder: Path, **options: Any) -> None:
         self.run = Run(folder)
         self.stamp_before = self._stamp()
         saved = [*checkpoint.saved_steps(folder), 0][0]
         lines = self.run.history.lines if saved else []
         self.num_before = sum(line["step"] <= saved for line in lines)
-        command = [*COMMON, *SETTINGS[name], "--out", str(folder)]
+        command = [*COMMON, *settings, "--out", str(folder)]
         self.process = psutil.Popen(
             [sys.executable, "-m", "ddp_lab.train", *command],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            **{"env": {**os.environ, "OMP_NUM_THREADS": "1"}, **options},
         )
         self.started = time.monotonic()
         self.family: set[psutil.Process] = {self.process}
@@ -174,7 +174,7 @@ def _kill(process: psutil.Process) -> None:
 
 def measure(name: str, folder: Path) -> tuple[float, float]:
     """Run without a kill; return seconds to the first line, and between two."""
-    attempt, times = Attempt(name, folder), []
+    attempt, times = Attempt(SETTINGS[name], folder), []
 
     def look() -> bool:
         while len(times) < len(attempt.lines):
@@ -197,12 +197,15 @@ def draw(random_: random.Random, start_s: float, lap_s: float) -> dict[str, Any]
     return {"victim": victim, "lines": lines, "wait_s": random_.random() * 2 * lap_s}
 
 
-def one_kill(attempt: Attempt, moment: dict[str, Any]) -> dict[str, Any] | None:
-    """Wait for the moment and kill; None if the run ended before it came."""
+def wait_for_moment(attempt: Attempt, moment: dict[str, Any]) -> None:
+    """Wait for so many lines, and then for some time."""
     attempt.wait_until(lambda: len(attempt.lines) >= moment["lines"])
     until = time.monotonic() + moment["wait_s"]
     attempt.wait_until(lambda: time.monotonic() >= until)
-    victim = moment["victim"]
+
+
+def kill_and_look(attempt: Attempt, victim: str) -> dict[str, Any] | None:
+    """Kill now, and say what came of it; None if the run has ended before."""
     if victim.startswith("rank") and len(attempt.ranks()) < 2:
         victim = "parent"  # there is no such rank yet
     if not attempt.kill(victim):
@@ -275,10 +278,12 @@ def storm(num_kills: int, seed: int, folder: Path) -> dict[str, Any]:
         counts["runs"] += 1
         run, kills, status = folder / f"run-{counts['runs']}", 0, -1
         while status == -1:
-            attempt = Attempt(name, run)
+            attempt = Attempt(SETTINGS[name], run)
             killed = None
             if counts["kills"] < num_kills:
-                killed = one_kill(attempt, draw(random_, *laps[name]))
+                moment = draw(random_, *laps[name])
+                wait_for_moment(attempt, moment)
+                killed = kill_and_look(attempt, moment["victim"])
             if killed is None:
                 status, _, err = attempt.end()
                 counts["processes_left"] += attempt.left()

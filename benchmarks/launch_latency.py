@@ -2,18 +2,17 @@
 
     python benchmarks/launch_latency.py --repeats 10
 
-Five ways, interleaved in one run:
+Four ways, interleaved in one run:
 
     torch spawn     torch.multiprocessing.spawn, which returns no values
-    spawn           launch(), as it is used by default
-    forkserver      launch(start_method="forkserver"): a server imports torch once
+    launch          launch()
     Workers         Workers(2).run(): the processes stay
     Workers, init   Workers(2, init=True).run(): the process group stays too
 
 and two functions. ``touch`` makes one tensor, so that a new process has to import
 torch. ``meet`` opens a process group (unless it is open), sums one number over the
 ranks, and leaves. Each time is that of the whole call, as the caller waits for it. The
-very first call of a way, which starts workers or the server, is told apart.
+very first call of a way, which starts the workers, is told apart.
 """
 
 import argparse
@@ -29,8 +28,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 from common import describe_machine, spread, table, write_results
 
-from ddp_lab.launch import launch
-from ddp_lab.workers import Workers
+from ddp_lab.ranks.launch import launch
+from ddp_lab.ranks.workers import Workers
 
 WARM_CALLS = 10  # of ways that start no process, in each repeat
 
@@ -88,10 +87,7 @@ def all_ways(num_ranks: int) -> dict[str, Call]:
     """What calls a function on the ranks, by name."""
     return {
         "torch spawn": lambda fn: torch_spawn(fn, num_ranks),
-        "spawn": lambda fn: launch(fn, num_ranks=num_ranks),
-        "forkserver": lambda fn: launch(
-            fn, num_ranks=num_ranks, start_method="forkserver"
-        ),
+        "launch": lambda fn: launch(fn, num_ranks=num_ranks),
         "Workers": lambda fn: kept(num_ranks, False).run(fn),
         "Workers, init": lambda fn: kept(num_ranks, True).run(fn),
     }

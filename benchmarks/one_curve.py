@@ -18,8 +18,8 @@ from typing import Any
 
 from common import describe_machine, table, write_results
 
-from ddp_lab.compare import compare_world_sizes
 from ddp_lab.config import TrainConfig
+from ddp_lab.proofs.world_sizes import compare_world_sizes
 
 WORLD_SIZES = (1, 2, 4)
 BASE: dict[str, Any] = {

@@ -36,10 +36,10 @@ from torchvision import transforms
 from ddp_lab.config import RECIPES, TrainConfig
 from ddp_lab.data import train_loader
 from ddp_lab.datasets import ImageSet, ImagesInMemory
-from ddp_lab.launch import launch, shared
 from ddp_lab.loop import fit
 from ddp_lab.model import build_model
-from ddp_lab.record import Run
+from ddp_lab.ranks.launch import launch, shared
+from ddp_lab.runs.record import Run
 from ddp_lab.world import World, join_world
 
 WAYS = ("limit", "article", "by hand", "ddp_lab")

@@ -1,19 +1,29 @@
 """The settings of a training run: one frozen dataclass, its checks and its recipes.
 
 The command line of ``python -m ddp_lab.train`` is made from the fields below; each
-docstring is that option's help text.
+docstring is that option's help text. A field's type also says whose setting it is:
+
+    lr: float                 decides what is computed: a resumed run must keep it,
+                              unless resume_anyway insists
+    log_every: Free[int]      a resumed run may change it; all ranks have the same
+    out: Local[Path]          each rank may have its own
 """
 
 import dataclasses
+import functools
 import hashlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from ddp_lab.errors import BadInput
 
-__all__ = ["RECIPES", "Dataset", "TrainConfig", "Triple", "mix_seed"]
+__all__ = ["RECIPES", "Dataset", "Free", "Local", "TrainConfig", "Triple", "mix_seed"]
+
+T = TypeVar("T")
+Free = Annotated[T, "a resumed run may change it"]
+Local = Annotated[T, "each rank may have its own"]
 
 Dataset = Literal["digits", "fashion-mnist", "cifar10", "cifar100", "folder"]
 Triple = tuple[float, float, float]
@@ -21,25 +31,25 @@ Triple = tuple[float, float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything that decides what a training run computes.
+    """All settings of a training run.
 
     A recipe is a set of values for the other settings: ``default``, digits in under a
     minute on two CPU cores; ``article``, CIFAR-10 as in the article this lab grew from;
     ``fast``, the article's accuracy in a small part of its time.
     """
 
-    recipe: Literal["default", "article", "fast"] = "default"
+    recipe: Free[Literal["default", "article", "fast"]] = "default"
     """Where the settings below start from; any of them given here wins."""
 
     dataset: Dataset = "digits"
     """What to learn; folder reads DATA_DIR/train/CLASS/*.jpg, and test/ or val/."""
-    data_dir: Path = Path("data")
+    data_dir: Local[Path] = Path("data")
     """Folder that holds the data set (digits ships with scikit-learn)."""
-    download: bool = False
+    download: Local[bool] = False
     """Download a torchvision data set into DATA_DIR if it is not there."""
     limit_train: int | None = None
     """Train on this many images only, for a first look (None: all)."""
-    limit_test: int | None = None
+    limit_test: Free[int | None] = None
     """Evaluate on this many images only, for a first look (None: all)."""
     image_size: int = 32
     """Height and width, in pixels, at which the model sees the images."""
@@ -57,7 +67,7 @@ class TrainConfig:
     norm: Literal["batch", "sync", "group"] = "batch"
     """Batch statistics of a rank, of all ranks, or GroupNorm."""
 
-    epochs: int = 8
+    epochs: Free[int] = 8
     """Passes over the training images."""
     global_batch_size: int = 64
     """Images that one optimiser step sees, summed over all ranks."""
@@ -88,39 +98,39 @@ class TrainConfig:
     seed: int = 0
     """Decides initial weights, order of the images and augmentation."""
 
-    num_ranks: int | None = None
+    num_ranks: Local[int | None] = None
     """Processes to start (None: one a GPU, or 2 on the CPU); not under torchrun."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Local[Literal["auto", "cpu", "cuda"]] = "auto"
     """Where to compute; auto: one GPU a rank if there are enough, else the CPU."""
-    num_threads: int | None = None
+    num_threads: Local[int | None] = None
     """CPU threads a rank (None: cores / ranks; torchrun: OMP_NUM_THREADS)."""
-    num_workers: int = 2
+    num_workers: Local[int] = 2
     """DataLoader processes a rank, for dataset folder (the others need none)."""
-    timeout_s: float = 600.0
+    timeout_s: Free[float] = 600.0
     """Seconds that ranks wait for one that is cut off before they give up."""
 
-    out: Path | None = None
+    out: Local[Path | None] = None
     """Folder for this run's files (None: runs/DATASET-MODEL-TIME)."""
-    resume: Path | None = None
+    resume: Local[Path | None] = None
     """Folder of a run to go on with, from its checkpoint and with its settings."""
-    auto_resume: bool = False
+    auto_resume: Free[bool] = False
     """Go on with the run in OUT if there is one; implied when a launcher restarts."""
-    resume_anyway: bool = False
+    resume_anyway: Free[bool] = False
     """Insist on going on, although settings differ from the checkpoint's."""
-    checkpoint_every: int | None = None
+    checkpoint_every: Free[int | None] = None
     """Optimiser steps between checkpoints (None: only one after each epoch)."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Free[int] = 2
     """How many checkpoints to keep: the newest, and those before it."""
-    log_every: int = 1
+    log_every: Free[int] = 1
     """Optimiser steps between lines of history.jsonl, which average over them."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            allowed = get_args(field.type)
-            value = getattr(self, field.name)
+        for name, kind in get_type_hints(TrainConfig).items():
+            allowed = get_args(kind)
+            value = getattr(self, name)
             if allowed and isinstance(allowed[0], str) and value not in allowed:
                 raise BadInput(
-                    f"{field.name} {value!r} is unknown: choose {_one_of(allowed)}"
+                    f"{name} {value!r} is unknown: choose {_one_of(allowed)}"
                 )
         for name in (
             "epochs",
@@ -202,6 +212,15 @@ class TrainConfig:
         micro = micro or total // world_size
         return micro, total // (world_size * micro)
 
+    def steps_per_epoch(self, num_train: int) -> int:
+        """Optimiser steps of an epoch, the same for every number of ranks.
+
+        Args:
+            num_train: training images, on all ranks together.
+        """
+        whole, rest = divmod(num_train, self.global_batch_size)
+        return whole if self.drop_last or not rest else whole + 1
+
     @property
     def scaled_lr(self) -> float:
         """The learning rate for this global batch, by the rule of ``lr_scaling``.
@@ -239,13 +258,41 @@ class TrainConfig:
         if unknown:
             raise BadInput(f"settings that this version does not know: {unknown}")
         values = dict(plain)
-        for name in ("data_dir", "out", "resume"):
-            if values.get(name) is not None:
+        for name, kind in get_type_hints(cls).items():
+            if values.get(name) is None:
+                continue
+            if Path in (kind, *get_args(kind)):
                 values[name] = Path(values[name])
-        for name in ("mean", "std"):
-            if values.get(name) is not None:
+            elif isinstance(values[name], list):
                 values[name] = tuple(values[name])
         return cls(**values)
+
+    def for_all_ranks(self) -> dict[str, Any]:
+        """The settings that every rank must have alike, as `to_json` has them."""
+        own = _marked(Local)
+        return {name: v for name, v in self.to_json().items() if name not in own}
+
+    def differing(self, other: "TrainConfig") -> list[str]:
+        """Names of the settings by which this is another run than ``other``."""
+        free = _marked(Local) | _marked(Free)
+        if self.schedule != "constant":
+            free -= {"epochs"}  # the schedule is laid out for this many
+        return [
+            field.name
+            for field in dataclasses.fields(self)
+            if field.name not in free
+            and getattr(self, field.name) != getattr(other, field.name)
+        ]
+
+
+@functools.cache
+def _marked(kind: Any) -> frozenset[str]:
+    """Names of the fields whose type is ``Free[...]``, or ``Local[...]``."""
+    (mark,) = kind.__metadata__
+    hints = get_type_hints(TrainConfig, include_extras=True)
+    return frozenset(
+        n for n, h in hints.items() if mark in getattr(h, "__metadata__", ())
+    )
 
 
 def mix_seed(*numbers: int) -> int:

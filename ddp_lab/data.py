@@ -81,6 +81,7 @@ class Batches:
         self.batch_size = batch_size
         self.indices = indices
         self.num_batches = num_batches
+        self.num_samples = len(split)  # of all ranks together
         self._skip = 0
         self._finish = finish  # (uint8 images, sample indices, epoch) -> float images
         self._loader: DataLoader[Any] | None = None

@@ -15,6 +15,7 @@
 traceback, and exits with the status in ``exit_status``.
 """
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,16 @@ __all__ = [
     "RanksDisagree",
     "RanksStuck",
     "Stopped",
+    "signal_name",
 ]
+
+
+def signal_name(number: int) -> str:
+    """``SIGTERM`` for 15; ``signal 99`` for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 class LabError(Exception):

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_lab.by_hand.sync_batch_norm import SyncBatchNorm
 from ddp_lab.config import TrainConfig
 from ddp_lab.errors import BadInput
-from ddp_lab.sync_batch_norm import SyncBatchNorm
 from ddp_lab.world import World
 
 __all__ = ["build_model", "check_model", "wrap_model"]

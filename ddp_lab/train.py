@@ -1,6 +1,7 @@
 """Train a classifier with DistributedDataParallel, from the command line.
 
     python -m ddp_lab.train                      spawns its own ranks
+    python -m ddp_lab train                      the same
     torchrun --standalone --nproc-per-node 2 -m ddp_lab.train      joins torchrun's
     srun python -m ddp_lab.train                 joins Slurm's
 
@@ -22,20 +23,18 @@ from typing import Any
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ddp_lab import checkpoint
 from ddp_lab.config import RECIPES, TrainConfig
 from ddp_lab.datasets import load_dataset
 from ddp_lab.errors import BadInput, LabError, RankFailed, Stopped
-from ddp_lab.launch import launch, shared
 from ddp_lab.loop import fit_on_rank
 from ddp_lab.model import check_model
-from ddp_lab.preempt import StopRequest
-from ddp_lab.progress import ProgressStyle
-from ddp_lab.ranks import OnRecord
-from ddp_lab.record import Run
-from ddp_lab.refuse import check_no_notebook
-from ddp_lab.training import check_fits, check_resumable
-from ddp_lab.world import pick_device, read_ranks
+from ddp_lab.ranks.launch import OnRecord, launch, send_record, shared
+from ddp_lab.runs import checkpoint
+from ddp_lab.runs.progress import ProgressStyle
+from ddp_lab.runs.record import Run
+from ddp_lab.runs.state import check_fits, check_resumable
+from ddp_lab.runs.stop import StopRequest
+from ddp_lab.world import count_gpus, pick_device, read_ranks
 
 __all__ = ["drop_local_rank", "main", "parse_arguments", "train"]
 
@@ -143,7 +142,7 @@ def train(
         config: the settings of the run.
         progress: how rank 0 reports.
         on_record: gets the lines of the history as they are written, like
-            `ddp_lab.plots.LiveCurve`; only of ranks that are started here.
+            `ddp_lab.figures.LiveCurve`; only of ranks that are started here.
         stop_flag: of a `StopRequest`; ranks that are started here look at it.
 
     Returns:
@@ -167,7 +166,7 @@ def train(
         if ranks is None:
             result = _spawn(config, folder, progress, on_record, request)
         else:
-            check_no_notebook(ranks["rank"], ranks["world_size"])
+            _check_no_notebook(ranks["rank"], ranks["world_size"])
             _check_joined(config, ranks["world_size"])
             result = fit_on_rank(config, folder, progress=progress)
     except BaseException:
@@ -188,8 +187,7 @@ def _spawn(
     request: StopRequest,
 ) -> dict[str, Any]:
     """Load the data once, start the ranks, and share one copy with all of them."""
-    num_gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
-    num_ranks = config.num_ranks or num_gpus or 2
+    num_ranks = config.num_ranks or count_gpus(config.device) or 2
     pick_device(config.device, local_world_size=num_ranks)
     micro, _ = config.batches(num_ranks)
     state = None
@@ -213,11 +211,27 @@ def _spawn(
         shared(data),
         shared(request.flag),
         progress=progress,
+        on_line=send_record,
         num_ranks=num_ranks,
         num_threads=config.num_threads,
         on_record=on_record,
     )
     return results[0]
+
+
+def _check_no_notebook(rank: int, world_size: int) -> None:
+    """Refuse to be one rank of several in a Jupyter kernel: no other would come.
+
+    People set RANK and WORLD_SIZE by hand when they copy a script into a notebook.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if world_size > 1 and hasattr(shell, "kernel"):
+        raise BadInput(
+            f"this notebook's environment makes it rank {rank} of {world_size}, and no "
+            "other rank would come: delete RANK and WORLD_SIZE from os.environ, or use "
+            f"launch(), or !torchrun --nproc-per-node {world_size} -m ddp_lab.train"
+        )
 
 
 def _check_joined(config: TrainConfig, world_size: int) -> None:
@@ -268,7 +282,7 @@ def _may_restart() -> bool:
 def _draw(run: Run) -> None:
     """Draw the loss curve of what has been written so far, if anything has."""
     if run.history_file.exists() and run.history.steps:
-        from ddp_lab.plots import plot_loss, save_picture
+        from ddp_lab.figures import plot_loss, save_picture
 
         save_picture(plot_loss(run.history), run.picture_file)
 

@@ -30,13 +30,14 @@ import torch
 import torch.distributed as dist
 
 from ddp_lab.errors import BadInput, RanksDisagree
-from ddp_lab.meeting import meet
-from ddp_lab.slurm import expand_counts
+from ddp_lab.rendezvous.meeting import meet
+from ddp_lab.rendezvous.slurm import expand_counts
 
 __all__ = [
     "World",
     "agree_any",
     "check_same",
+    "count_gpus",
     "gather_json",
     "gather_over_ranks",
     "join_world",
@@ -113,6 +114,11 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, int] | None
     }
 
 
+def count_gpus(device: str = "auto") -> int:
+    """Count the GPUs that ranks may use here: none if ``device`` is ``cpu``."""
+    return 0 if device == "cpu" else torch.cuda.device_count()
+
+
 def pick_device(
     device: str = "auto", local_rank: int = 0, local_world_size: int = 1
 ) -> torch.device:
@@ -132,16 +138,16 @@ def pick_device(
     """
     if device not in ("auto", "cpu", "cuda"):
         raise BadInput(f"device {device!r} is unknown: choose auto, cpu or cuda")
-    num_gpus = torch.cuda.device_count()
+    num_gpus = count_gpus(device)
     if device == "cuda" and num_gpus == 0:
         raise BadInput(
-            "device cuda: this machine shows no GPU to PyTorch; use --device cpu, or "
+            "device cuda: this machine shows no GPU to PyTorch; choose device cpu, or "
             "check nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
     if device == "cuda" and num_gpus < local_world_size:
         raise BadInput(
             f"device cuda: {local_world_size} ranks on this machine, but only "
-            f"{num_gpus} GPU(s); start at most {num_gpus}, or use --device cpu"
+            f"{num_gpus} GPU(s); start at most {num_gpus}, or choose device cpu"
         )
     if device == "cpu" or num_gpus < local_world_size:
         return torch.device("cpu")

@@ -14,7 +14,9 @@ say "types"
 python -m mypy
 
 say "tests"
-python -m pytest
+# two files at a time; the longest first, so that both workers end together
+python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+    tests/multihost tests/runs tests
 
 say "notebooks: built from their sources?"
 python scripts/build_notebooks.py --check

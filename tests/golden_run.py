@@ -18,8 +18,8 @@ import torch
 from ddp_lab.config import TrainConfig
 from ddp_lab.errors import RankFailed, Stopped
 from ddp_lab.model import build_model
-from ddp_lab.preempt import StopRequest
-from ddp_lab.record import Run
+from ddp_lab.runs.record import Run
+from ddp_lab.runs.stop import StopRequest
 from ddp_lab.train import train
 
 GOLDEN_FILE = Path(__file__).parent / "golden" / "default.json"

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +25,7 @@ class Cell:
     ename: str = ""
     evalue: str = ""
     traceback: str = ""
-    messages: list[tuple[float, str, str]] = field(default_factory=list)
+    messages: list[tuple[str, str]] = field(default_factory=list)
 
     def keep(self, message) -> None:
         """Take one message from the kernel."""
@@ -33,7 +33,7 @@ class Cell:
         if kind == "stream":
             name = content["name"]
             setattr(self, name, getattr(self, name) + content["text"])
-            self.messages.append((time.time(), name, content["text"]))
+            self.messages.append((name, content["text"]))
         elif kind == "execute_result":
             self.result = content["data"]["text/plain"]
         elif kind == "error":
@@ -54,11 +54,22 @@ class Kernel:
         self.client.wait_for_ready(timeout=60)
         self.pid = self.manager.provisioner.pid
 
-    def run(self, code: str, timeout_s: float = 120.0) -> Cell:
-        """Run one cell to its end."""
+    def run(
+        self,
+        code: str,
+        timeout_s: float = 120.0,
+        look: Callable[[Cell], None] | None = None,
+    ) -> Cell:
+        """Run one cell to its end; after each message, ``look`` at what is there."""
         cell = Cell()
+
+        def keep(message) -> None:
+            cell.keep(message)
+            if look is not None:
+                look(cell)
+
         self.client.execute_interactive(
-            code, timeout=timeout_s, output_hook=cell.keep, allow_stdin=False
+            code, timeout=timeout_s, output_hook=keep, allow_stdin=False
         )
         return cell
 
@@ -108,9 +119,9 @@ def cmd(process: psutil.Process) -> str:
 
 
 def wait_gone(
-    processes: list[psutil.Process], timeout_s: float
+    processes: list[psutil.Process], timeout_s: float = 60.0
 ) -> list[psutil.Process]:
-    """Wait for processes to end; return those that are still there."""
+    """Wait for processes to end; return those that are there even after a long time."""
     _, left = psutil.wait_procs(processes, timeout=timeout_s)
     return [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 

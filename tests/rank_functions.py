@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_lab.launch import send_record
+from ddp_lab.ranks.launch import send_record
 
 
 def who_am_i() -> tuple[int, int]:
@@ -26,6 +26,12 @@ def sum_of_ranks() -> float:
     total = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(total)
     return total.item()
+
+
+def meet_and_sum() -> float:
+    """Open a group, use it, and leave it open, as a script would."""
+    dist.init_process_group("gloo")
+    return sum_of_ranks()
 
 
 def environment() -> dict[str, Any]:
@@ -43,9 +49,8 @@ def step_one_weight(model: torch.nn.Module, data: torch.Tensor) -> dict[str, Any
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(1, 1)).sum().backward()
     optimizer.step()
-    time.sleep(0.2)  # a shared weight would now have been stepped by both ranks
     data[int(os.environ["RANK"])] = 7.0
-    dist.barrier()
+    dist.barrier()  # a shared weight would now have been stepped by both ranks
     return {"weight": model.weight, "data": data.clone(), "model": model}
 
 
@@ -68,12 +73,12 @@ def print_and_die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fill_memory_and_die(num_bytes: int) -> None:
+def fill_memory_and_die(num_bytes: int, asked: Path) -> None:
     """What the system does to the greediest process when memory runs out."""
-    memory = bytearray(num_bytes)
-    memory[::4096] = b"x" * len(memory[::4096])
-    time.sleep(3.0)  # long enough to be asked, once a second
     if os.environ["RANK"] == "1":
+        memory = bytearray(num_bytes)
+        memory[::4096] = b"x" * len(memory[::4096])
+        wait_for(asked)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -96,33 +101,38 @@ def fail_as(how: str) -> None:
     if dist.get_rank() == 1:
         if how == "raise":
             raise ValueError("boom")
-        if how == "exit":
-            sys.exit(3)
         if how == "_exit":
             os._exit(0)
-        if how == "interrupt":
-            raise KeyboardInterrupt
         os.kill(os.getpid(), getattr(signal, how))
         time.sleep(60)
     dist.all_reduce(torch.ones(1))
 
 
-def fail_to_download() -> None:
-    """Rank 1's own connection is refused while rank 0 waits for it."""
-    dist.init_process_group("gloo")
-    if dist.get_rank() == 1:
+def fail_alone(how: str) -> None:
+    """Rank 1 fails, and rank 0 does not need it."""
+    if os.environ["RANK"] == "1":
+        if how == "exit":
+            sys.exit(3)
+        if how == "interrupt":
+            raise KeyboardInterrupt
         raise ConnectionRefusedError("Connection refused by the data server")
-    dist.barrier()
 
 
-def rank_0_leaves_first() -> str:
+def wait_for(path: Path) -> None:
+    """Until the test, or another rank, has made a file."""
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def rank_0_leaves_first(gone: Path) -> str:
     """The store must outlive it: the last rank still asks it something."""
     dist.init_process_group("gloo")
     dist.barrier()
     if dist.get_rank() == 0:
         dist.destroy_process_group()
+        gone.touch()
         return "gone"
-    time.sleep(0.5)
+    wait_for(gone)
     store = dist.distributed_c10d._get_default_store()
     store.set("name", "value")
     return store.get("name").decode()
@@ -150,19 +160,16 @@ class Unpicklable(Exception):
 
 
 def fail_alike() -> None:
-    """Every rank makes the same mistake, the highest first."""
-    time.sleep(0.2 * (1 - int(os.environ["RANK"])))
+    """Every rank makes the same mistake."""
     raise Unpicklable(1, 2)
 
 
-def lie_in_wait(folder: str) -> None:
+def lie_in_wait(folder: Path) -> None:
     """Meet, say so, and wait until the test says go on."""
     dist.init_process_group("gloo")
     dist.barrier()
-    here = Path(folder)
-    (here / f"rank{dist.get_rank()}").touch()
-    while not (here / "go").exists():
-        time.sleep(0.02)
+    (folder / f"rank{dist.get_rank()}").touch()
+    wait_for(folder / "go")
 
 
 # Ten ways to get stuck. Each leaves the group open, as a script that hangs would.
@@ -194,7 +201,6 @@ def other_order() -> None:
 
 def shapes_differ() -> None:
     dist.init_process_group("gloo")
-    send_record(now_s=time.monotonic())
     dist.all_reduce(torch.ones(4 if dist.get_rank() else 400_000))  # HERE
 
 
@@ -209,17 +215,17 @@ def returned_early() -> None:
     dist.init_process_group("gloo")
     for step in range(3):
         if dist.get_rank() == 1 and step == 2:
-            send_record(now_s=time.monotonic())
             dist.destroy_process_group()
             return
         dist.all_reduce(torch.ones(1))  # HERE
 
 
-def raised() -> None:
+def raised(enough: Path) -> None:
+    """Rank 0 has waited for long when rank 1, after much work, fails."""
     dist.init_process_group("gloo")
     if dist.get_rank() == 1:
-        send_record(now_s=time.monotonic())
-        raise RuntimeError("cannot read the data")  # HERE TOO
+        compute_until(enough)
+        raise RuntimeError("cannot write the result")  # HERE TOO
     dist.all_reduce(torch.ones(1))  # HERE
 
 
@@ -255,15 +261,6 @@ def recv_without_send() -> None:
         dist.recv(torch.ones(1), 1)  # HERE
 
 
-def raised_late() -> None:
-    """Rank 0 has waited for long when rank 1, after much work, fails."""
-    dist.init_process_group("gloo")
-    compute_long(2.0)
-    if dist.get_rank() == 1:
-        raise RuntimeError("cannot write the result")
-    dist.barrier()
-
-
 def other_place(port: int) -> None:
     """Nobody listens there: `launch` has set these already, as torchrun does."""
     os.environ["MASTER_ADDR"] = "localhost"
@@ -275,11 +272,9 @@ def other_world_size() -> None:
     dist.init_process_group("gloo", world_size=3)  # HERE
 
 
-def compute_long(seconds: float) -> int:
+def compute_until(enough: Path) -> int:
     """Rank 1 computes on after rank 0 has returned, one native call after another."""
-    if os.environ["RANK"] == "1":
-        end = time.monotonic() + seconds
-        matrix = torch.ones(400, 400)
-        while time.monotonic() < end:
-            matrix = (matrix @ matrix).clamp(max=1.0)
+    matrix = torch.ones(400, 400)
+    while os.environ["RANK"] == "1" and not enough.exists():
+        matrix = (matrix @ matrix).clamp(max=1.0)
     return 1

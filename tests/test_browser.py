@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 CELLS = [
-    "%load_ext ddp_lab\nimport os\nfrom ddp_lab.launch import launch",
+    "%load_ext ddp_lab\nimport os\nfrom ddp_lab.ranks.launch import launch",
     "def hello():\n    print('hello from', os.environ['RANK'])\n"
     "    return int(os.environ['RANK'])\n\nlaunch(hello, num_ranks=2)",
     "%ranks 2",
@@ -111,7 +111,7 @@ def lab(tmp_path):
         left = descendants(server.pid)
         server.terminate()
         server.wait(20)
-        assert wait_gone(left, 20.0) == []
+        assert wait_gone(left) == []
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_launch_ranks_and_stop(lab, page):
     page.find_element(
         "css selector", '[data-command="notebook:interrupt-kernel"]'
     ).click()
-    assert wait_gone(ranks, 5.0) == []
+    assert wait_gone(ranks) == []
     until(lambda: page.execute_script(STATE)["status"] == "idle", "the cell has ended")
     text = page.execute_script(STATE)["cells"][DEADLOCK][1]
     assert "Interrupted: 2 running rank(s) of 2 stopped in" in text

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-import ddp_lab.train
+from ddp_lab.train import parse_arguments
 from test_project import ROOT
 
 CLUSTER = ROOT / "cluster"
@@ -37,7 +37,7 @@ def test_the_command_is_ours(name):
         assert program.endswith("torchrun")
         parsed = get_args_parser().parse_args(arguments)
         assert parsed.training_script == "ddp_lab.train"
-        config = ddp_lab.train.parse_arguments(parsed.training_script_args)
+        config = parse_arguments(parsed.training_script_args)
         assert config.auto_resume
         assert config.out is not None
 

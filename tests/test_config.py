@@ -1,10 +1,11 @@
 import dataclasses
 import json
+import typing
 from pathlib import Path
 
 import pytest
 
-from ddp_lab.config import RECIPES, TrainConfig
+from ddp_lab.config import RECIPES, Free, Local, TrainConfig, mix_seed
 from ddp_lab.errors import BadInput
 
 
@@ -126,3 +127,73 @@ def test_json_and_back(recipe):
 def test_json_of_another_version():
     with pytest.raises(BadInput, match="does not know: \\['speed'\\]"):
         TrainConfig.from_json({"speed": 3})
+
+
+def test_seeds_do_not_run_together():
+    """Epoch 11 of seed 1 is not epoch 1 of seed 11, nor (1, 1) (11,)."""
+    numbers = [(1, 11), (11, 1), (1, 1, 1), (111,), (0, 1), (1, 0), (0,)]
+    assert len({mix_seed(*n) for n in numbers}) == len(numbers)
+    assert mix_seed(1, 11) == mix_seed(1, 11)
+
+
+# ----------------------------------- in what a resumed run, or a rank, may differ
+
+FREE = {
+    *("recipe", "limit_test", "epochs", "timeout_s", "auto_resume", "resume_anyway"),
+    *("checkpoint_every", "keep_checkpoints", "log_every"),
+}
+LOCAL = {
+    *("data_dir", "download", "num_ranks", "device", "num_threads", "num_workers"),
+    *("out", "resume"),
+}
+
+
+def marked(kind):
+    (mark,) = kind.__metadata__
+    hints = typing.get_type_hints(TrainConfig, include_extras=True)
+    return {n for n, hint in hints.items() if mark in getattr(hint, "__metadata__", ())}
+
+
+def test_marks_are_those_that_are_meant():
+    """Each is a decision: a setting that loses its mark, or gains one, shows here."""
+    assert marked(Free) == FREE
+    assert marked(Local) == LOCAL
+
+
+def test_a_setting_without_a_mark_is_compared():
+    """On resume and between ranks; so nobody has to think of it."""
+    more = dataclasses.make_dataclass(
+        "More",
+        [("speed", int, 1), ("also", Free[int], 1)],
+        bases=(TrainConfig,),
+        frozen=True,
+        kw_only=True,
+    )
+    assert more().differing(more(speed=2)) == ["speed"]
+    assert more(speed=2).for_all_ranks()["speed"] == 2
+
+
+@pytest.mark.parametrize("name", sorted(FREE | LOCAL))
+def test_a_mark_lets_a_resumed_run_differ(name):
+    config, other = (TrainConfig(schedule="constant") for _ in range(2))
+    object.__setattr__(other, name, "another value")
+    assert config.differing(other) == []
+    assert (name in config.for_all_ranks()) == (name in FREE)
+
+
+def test_what_has_no_mark_makes_another_run():
+    fields = {field.name for field in dataclasses.fields(TrainConfig)}
+    for name in fields - FREE - LOCAL:
+        other = TrainConfig()
+        object.__setattr__(other, name, "another value")
+        assert TrainConfig().differing(other) == [name]
+        assert name in TrainConfig().for_all_ranks()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "differing"),
+    [("constant", []), ("cosine", ["epochs"]), ("onecycle", ["epochs"])],
+)
+def test_epochs_may_change_where_no_schedule_was_laid_out_for_them(schedule, differing):
+    config = TrainConfig(schedule=schedule, epochs=8)
+    assert dataclasses.replace(config, epochs=9).differing(config) == differing

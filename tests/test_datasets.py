@@ -13,7 +13,7 @@ from ddp_lab.config import TrainConfig
 from ddp_lab.data import train_loader
 from ddp_lab.datasets import load_dataset, load_dataset_together
 from ddp_lab.errors import BadInput
-from ddp_lab.launch import launch
+from ddp_lab.ranks.launch import launch
 from ddp_lab.world import join_world
 from image_files import write_fashion_mnist, write_folder
 from worlds import cpu_world
@@ -26,6 +26,8 @@ def test_digits():
     assert data.train.images.dtype == torch.uint8
     assert data.classes == tuple("0123456789")
     assert set(data.test.labels.tolist()) == set(range(10))
+    known = {image.numpy().tobytes() for image in data.train.images}
+    assert not known & {image.numpy().tobytes() for image in data.test.images}
     pixels = data.train.images.float() / 255
     assert pixels.mean().item() == pytest.approx(data.mean[0], abs=1e-6)
     assert pixels.std().item() == pytest.approx(data.std[0], abs=1e-5)

@@ -4,7 +4,7 @@ The reference is a loop of a dozen lines in this file: torch's SGD, cross-entrop
 mean over the global batch, torch's sampler for one process; schedule, clipping and
 augmentation are written out once more from their definitions. `fit` on 1, 2, 3 and 4
 ranks must give its losses, weights, rates and evaluations, for each of the settings.
-Each world size is launched once and does all of them.
+Four ranks are started once; the first of them do all that for each world size.
 
 Tolerance: float64 rounds at 1e-16. Measured over the ten to twelve steps of all runs,
 losses were at most 9e-16 apart and weights 4e-16 (both are of the order of 1); other
@@ -28,9 +28,11 @@ from ddp_lab import loop
 from ddp_lab.config import TrainConfig
 from ddp_lab.data import draw_augmentation, shard_indices
 from ddp_lab.datasets import load_dataset
-from ddp_lab.launch import launch, shared
+from ddp_lab.ranks.launch import shared
+from ddp_lab.ranks.workers import Workers
 from ddp_lab.step import _tally
 from ddp_lab.world import join_world
+from worlds import in_world_of
 
 TOLERANCE = 1e-12
 A_FAULT = 1e-3  # what the planted ones exceed
@@ -220,7 +222,7 @@ def train_alone(config, data):
     return {**found, "model": model.state_dict()}
 
 
-# ----------------------------------------- on the ranks, one launch for each world size
+# ------------------------------------------- on the ranks, once for each world size
 
 
 def on_each_world_size(data):
@@ -257,12 +259,16 @@ def micro_batch_sizes(world_size):
 
 def train(config, data, world):
     """What `fit` reports, in the form of the reference; lines are rank 0's."""
-    lines, trainings = [], []
-    loop.send_record = lambda **line: lines.append(line)
+    lines, states = [], []
     start = loop.start_training
-    loop.start_training = lambda *args: trainings.append(start(*args)) or trainings[0]
+    loop.start_training = lambda *args: states.append(start(*args)) or states[0]
     try:
-        loop.fit(config, data[config.limit_train], world)
+        loop.fit(
+            config,
+            data[config.limit_train],
+            world,
+            on_line=lambda **line: lines.append(line),
+        )
     finally:
         loop.start_training = start
     steps = [line for line in lines if line["kind"] == "step"]
@@ -272,7 +278,7 @@ def train(config, data, world):
         "test loss": [line["loss"] for line in evals],
         "correct": [line["num_correct"] for line in evals],
         "samples": [line["num_samples"] for line in evals],
-        "model": trainings[0].model.module.state_dict(),
+        "model": states[0].model.module.state_dict(),
     }
 
 
@@ -380,10 +386,13 @@ def alone(data):
 @pytest.fixture(scope="module")
 def ranks(data):
     """What rank 0 reports: world size -> name of the run -> its numbers."""
-    return {
-        n: launch(on_each_world_size, shared(data), num_ranks=n, num_threads=1)[0]
-        for n in WORLD_SIZES
-    }
+    with Workers(max(WORLD_SIZES), num_threads=1) as workers:
+        return {
+            n: workers.run(
+                in_world_of, n, on_each_world_size, shared(data), only=range(n)
+            )[0]
+            for n in WORLD_SIZES
+        }
 
 
 def furthest(one, other):

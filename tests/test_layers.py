@@ -1,4 +1,5 @@
-"""Imports go downhill only, and every module says what it offers."""
+"""Imports go downhill only, packages keep their machinery to themselves, and every
+module says what it offers."""
 
 import ast
 import importlib
@@ -12,89 +13,104 @@ import ddp_lab
 
 PACKAGE = Path(ddp_lab.__file__).parent
 
+# From the ground up: a module imports from floors below it, or from its own package.
 FLOORS = [
-    {"errors", "config", "record", "progress", "slurm"},
-    {
-        "world",
-        "meeting",
-        "preempt",
-        "data",
-        "datasets",
-        "model",
-        "payload",
-        "output",
-        "sync_batch_norm",
-    },
-    {
-        "by_hand",
-        "cells",
-        "checkpoint",
-        "cuda_finder",
-        "inside",
-        "launch",
-        "magics",
-        "process",
-        "ranks",
-        "refuse",
-        "start",
-        "stuck",
-        "verdict",
-        "workers",
-    },
-    {
-        "checks",
-        "compare",
-        "comparison",
-        "curves",
-        "diagrams",
-        "differences",
-        "drawing",
-        "exercise",
-        "exercises_curve",
-        "exercises_data",
-        "exercises_failures",
-        "exercises_hosts",
-        "exercises_model",
-        "exercises_ranks",
-        "loop",
-        "messages",
-        "plots",
-        "recovery",
-        "resume",
-        "side_by_side",
-        "step",
-        "training",
-        "trial",
-    },
+    {"errors"},
+    {"config", "rendezvous", "by_hand"},
+    {"world"},
+    {"model", "datasets", "ranks", "step"},
+    {"data"},
+    {"runs"},
+    {"loop"},
+    {"proofs", "exercises"},
+    {"figures", "tools"},
     {"train"},
+    {"__main__"},
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-MODULES = sorted(p.stem for p in PACKAGE.glob("*.py") if p.stem != "__init__")
+MODULES = sorted(
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+    for path in PACKAGE.rglob("*.py")
+    if path != PACKAGE / "__init__.py"
+)
+
+
+def source_of(module: str) -> ast.Module:
+    path = PACKAGE.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text())
 
 
 def imports_of(module: str) -> set[str]:
     """Modules of the package that a module imports anywhere, also inside functions."""
     found = set()
-    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "ddp_lab":
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            top, _, name = node.module.partition(".")
-            found |= {name} if top == "ddp_lab" else set()
+    for node in ast.walk(source_of(module)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {n if n[8:] in MODULES else node.module for n in names}
         elif isinstance(node, ast.Import):
-            names = (alias.name.partition(".") for alias in node.names)
-            found |= {name for top, _, name in names if top == "ddp_lab" and name}
-    return found & set(MODULES)
+            found |= {alias.name for alias in node.names}
+    return {name.removeprefix("ddp_lab.") for name in found} & set(MODULES)
+
+
+def place(module: str) -> str:
+    """The package, or the module at the top, that a module belongs to."""
+    return module.partition(".")[0]
 
 
 def test_every_module_has_a_floor():
-    assert set(MODULES) <= set(FLOOR_OF), set(MODULES) - set(FLOOR_OF)
+    assert {place(module) for module in MODULES} == set(FLOOR_OF)
+
+
+def test_the_reading_path_stands_alone_at_the_top():
+    path = [
+        "world",
+        "model",
+        "data",
+        "step",
+        "loop",
+        "train",
+        "config",
+        "datasets",
+        "errors",
+    ]
+    at_the_top = {module for module in MODULES if not (PACKAGE / module).is_dir()}
+    assert {module for module in at_the_top if "." not in module} == {
+        *path,
+        "errors",
+        "__main__",
+    }
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_downhill(module):
-    upward = {m for m in imports_of(module) if FLOOR_OF[m] > FLOOR_OF[module]}
-    assert not upward, f"{module} imports from a floor above: {upward}"
+    floor = FLOOR_OF[place(module)]
+    others = {m for m in imports_of(module) if place(m) != place(module)}
+    upward = {m for m in others if FLOOR_OF[place(m)] >= floor}
+    assert not upward, f"{module} imports from its own floor or above: {upward}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_package_reaches_into_anothers_private_modules(module):
+    others = {m for m in imports_of(module) if place(m) != place(module)}
+    private = {m for m in others if "._" in m}
+    assert not private, f"{module} imports what is private: {private}"
+
+
+@pytest.mark.parametrize("package", sorted(n for n in FLOOR_OF if "." not in n))
+def test_a_package_says_what_is_in_it(package):
+    if not (PACKAGE / package).is_dir():
+        return
+    text = ast.get_docstring(source_of(package)) or ""
+    inside = [m.partition(".")[2] for m in MODULES if m.startswith(f"{package}.")]
+    missing = [
+        name
+        for name in inside
+        if not name.startswith("_")
+        and f"{name}.py" not in text
+        and f"{name.partition('_')[0]}_*.py" not in text
+    ]
+    assert not missing, f"{package}/__init__.py does not name {missing}"
 
 
 def test_no_circle():
@@ -108,11 +124,11 @@ def test_no_circle():
 @pytest.mark.parametrize("module", MODULES)
 def test_all_is_true(module):
     loaded = importlib.import_module(f"ddp_lab.{module}")
-    names = loaded.__all__  # ruff keeps them sorted
+    names = getattr(loaded, "__all__", [])  # ruff keeps them sorted
     assert all(hasattr(loaded, name) for name in names)
     public = {
         node.name
-        for node in ast.parse((PACKAGE / f"{module}.py").read_text()).body
+        for node in source_of(module).body
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
         and not node.name.startswith("_")
     }
@@ -123,7 +139,7 @@ def test_all_is_true(module):
 def test_public_names_are_documented(module):
     loaded = importlib.import_module(f"ddp_lab.{module}")
     assert loaded.__doc__
-    for name in loaded.__all__:
+    for name in getattr(loaded, "__all__", []):
         thing = getattr(loaded, name)
         if callable(thing) and getattr(thing, "__module__", "").startswith("ddp_lab"):
             assert thing.__doc__, f"{module}.{name} has no docstring"
@@ -132,7 +148,7 @@ def test_public_names_are_documented(module):
 def test_import_is_cheap():
     """Each spawned rank pays for it, and CUDA must stay untouched."""
     code = (
-        "import sys, ddp_lab, ddp_lab.launch; import torch; "
+        "import sys, ddp_lab; from ddp_lab import launch; import torch; "
         "heavy = {'matplotlib', 'torchvision', 'sklearn', 'IPython', 'tyro'}; "
         "print(sorted(heavy & set(sys.modules)), torch.cuda.is_initialized())"
     )
@@ -142,5 +158,5 @@ def test_import_is_cheap():
 
 def test_train_defines_no_class():
     """`python -m` runs it as __main__; a rank would not know its classes."""
-    tree = ast.parse((PACKAGE / "train.py").read_text())
-    assert not [n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+    classes = [n for n in ast.walk(source_of("train")) if isinstance(n, ast.ClassDef)]
+    assert not classes

@@ -1,4 +1,4 @@
-"""The loop on real ranks. Launches are shared: one for each world size.
+"""The loop on real ranks, which are started once and shared by all world sizes.
 
 Between world sizes the same training is compared in float64. There rounding is 1e-16,
 and 15 steps of this model let it grow to 1e-12 or so: the tolerance of 1e-9 leaves room
@@ -8,7 +8,10 @@ are 1e-4 apart.)
 """
 
 import dataclasses
+import itertools
 import json
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -16,17 +19,21 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from ddp_lab import loop, training
+from ddp_lab import loop
 from ddp_lab.config import TrainConfig
 from ddp_lab.data import eval_loader, train_loader
 from ddp_lab.datasets import ImagesInMemory, load_dataset
 from ddp_lab.errors import BadInput, Diverged, LabError
-from ddp_lab.launch import launch
-from ddp_lab.loop import evaluate, fit, train_step
+from ddp_lab.loop import fit, train_epoch
 from ddp_lab.model import wrap_model
-from ddp_lab.record import Run
-from ddp_lab.training import check_fits
+from ddp_lab.ranks.launch import launch
+from ddp_lab.ranks.workers import Workers
+from ddp_lab.runs import state
+from ddp_lab.runs.record import Run
+from ddp_lab.runs.state import check_fits, start_training
+from ddp_lab.step import evaluate, train_step
 from ddp_lab.world import join_world
+from worlds import in_world_of
 
 TOLERANCE = 1e-9
 
@@ -90,7 +97,14 @@ def on_each_world_size(folder):
     with join_world(device="cpu") as world:
         name = f"{world.world_size} ranks"
         found["evaluation"] = evaluate_101(world)
-        found["whole"] = fit(CONFIG, data, world, folder / name)
+        lines = found["lines"] = []
+        found["whole"] = fit(
+            CONFIG,
+            data,
+            world,
+            folder / name,
+            on_line=lambda **line: lines.append(line),
+        )
         double = dataclasses.replace(CONFIG, precision="float64")
         fit(double, data, world, folder / f"{name} in double")
         split = dataclasses.replace(double, micro_batch_size=2)
@@ -123,7 +137,16 @@ def on_two_ranks(folder):
         found["nan"] = become_nan(data, world, folder / "nan")
         found["buckets"] = count_buckets(data, world)
         found["batch norm"] = batch_norm_statistics(data, world)
+        found["dropout"] = random_states(data, world)
     return found
+
+
+def random_states(data, world):
+    """What dropout draws from, in the first two steps."""
+    model = build_model(CONFIG, 10)
+    training = start_training(CONFIG, model, world, len(data.train))
+    steps = train_epoch(training, train_loader(data, CONFIG, world, 6), CONFIG)
+    return [torch.initial_seed() for _ in itertools.islice(steps, 2)]
 
 
 def resume_after_a_crash(config, data, world, folder):
@@ -149,7 +172,7 @@ def resume_after_a_crash(config, data, world, folder):
 
 def disagree(name, data, world):
     config, odd = CONFIG, world.rank == 1
-    code = training._code
+    code = state._code
     if name == "setting" and odd:
         config = dataclasses.replace(CONFIG, lr=0.02)
     if name == "data" and odd:
@@ -161,7 +184,7 @@ def disagree(name, data, world):
     if name == "model" and odd:
         loop.build_model = lambda config, _: build_model(config, 11)
     if name == "code" and odd:
-        training._code = lambda: "another"
+        state._code = lambda: "another"
     if name == "batches" and odd:
         loop.train_loader = lambda data, *rest: train_loader(
             dataclasses.replace(data, train=data.train.subset(list(range(48)))), *rest
@@ -172,7 +195,7 @@ def disagree(name, data, world):
         return f"{type(error).__name__}: {error}"
     finally:
         loop.build_model, loop.train_loader = build_model, train_loader
-        training._code = code
+        state._code = code
     return "trained"
 
 
@@ -236,10 +259,16 @@ def batch_norm_statistics(data, world):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def workers():
+    with Workers(3, num_threads=1) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, workers):
     folder = tmp_path_factory.mktemp("trained")
     found = {
-        n: launch(on_each_world_size, folder, num_ranks=n, num_threads=1)
+        n: workers.run(in_world_of, n, on_each_world_size, folder, only=range(n))
         for n in (1, 2, 3)
     }
     return folder, found
@@ -247,6 +276,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def on_two(trained):
+    """In new processes: "2 ranks again" is another start of the same training."""
     folder, _ = trained
     return folder, launch(on_two_ranks, folder, num_ranks=2, num_threads=1)
 
@@ -314,6 +344,23 @@ def test_ranks_return_the_runs_numbers(trained):
     for key in ("accuracy", "loss", "num_correct", "num_samples", "epochs"):
         assert one[key] == other[key]
     assert one["num_samples"] == 41
+
+
+def test_who_looks_on_gets_the_lines_of_the_history(trained):
+    """From rank 0, and from no other."""
+    folder, found = trained
+    for n, (first, *others) in found.items():
+        assert first["lines"] == Run(folder / f"{n} ranks").history.lines
+        assert len(first["lines"]) == 3 * (5 + 1)
+        assert [own["lines"] for own in others] == [[]] * (n - 1)
+
+
+def test_the_loop_knows_no_launcher():
+    """Neither itself nor what it imports: any launcher's ranks can call it."""
+    look = "import sys, ddp_lab.loop; print(*sys.modules)"
+    found = subprocess.check_output([sys.executable, "-c", look], text=True).split()
+    assert "ddp_lab.loop" in found
+    assert [name for name in found if name.startswith("ddp_lab.ranks")] == []
 
 
 def test_a_line_is_the_mean_of_its_local_parts(trained):
@@ -431,3 +478,9 @@ def test_runs_that_cannot_fit(settings, world_size, message):
     config = TrainConfig(**settings)
     with pytest.raises(BadInput, match=message):
         check_fits(config, load_dataset(config), world_size)
+
+
+def test_dropout_draws_other_numbers_on_each_rank_and_in_each_step(on_two):
+    _, found = on_two
+    seeds = [seed for own in found for seed in own["dropout"]]
+    assert len(set(seeds)) == len(seeds) == 4

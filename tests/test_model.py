@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_lab.by_hand.sync_batch_norm import SyncBatchNorm
 from ddp_lab.config import TrainConfig
 from ddp_lab.errors import BadInput
 from ddp_lab.model import build_model, check_model, wrap_model
-from ddp_lab.sync_batch_norm import SyncBatchNorm
 from ddp_lab.world import join_world
 from worlds import cpu_world
 
@@ -40,6 +40,8 @@ def test_group_norm_replaces_every_batch_norm():
     kinds = [type(m) for m in model.modules()]
     assert nn.BatchNorm2d not in kinds
     assert kinds.count(nn.GroupNorm) == 20
+    groups = {m.num_groups for m in model.modules() if isinstance(m, nn.GroupNorm)}
+    assert groups == {32}
     scores = model(
         torch.zeros(1, 3, 32, 32)
     )  # one image is enough without a batch norm

@@ -29,6 +29,7 @@ RUN_BY = {
     "python -m ddp_lab.train": "test_train.py",
     "torchrun --standalone --nproc-per-node 2 -m ddp_lab.train": "test_train.py",
     "python -m ddp_lab.train --help": "test_train.py",
+    "python -m ddp_lab": "test_face.py",
     "torchrun --standalone --nproc-per-node 2 --max-restarts 3 -m ddp_lab.train "
     "--out runs/NAME": "test_elastic.py",
     "python -m ddp_lab.train --auto-resume --out runs/NAME": "test_resume.py",
@@ -71,6 +72,7 @@ def test_make_runs_the_commands_that_are_tested():
 
     assert ".venv/bin/python -m ddp_lab.train" in would_run("train")
     assert "scripts/check.sh" in would_run("test")
+    assert "benchmarks/kill_storm.py 200" in would_run("soak")
     assert ".venv/bin/jupyter lab notebooks/00_start_here.ipynb" in would_run("lab")
     assert 'pip install --quiet --editable ".[dev]"' in would_run("train")
     checks = (ROOT / "scripts" / "check.sh").read_text()

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from ddp_lab.errors import BadInput
-from ddp_lab.launch import launch
+from ddp_lab.ranks.workers import Workers
 from ddp_lab.world import (
     agree_any,
     check_same,
@@ -13,6 +13,7 @@ from ddp_lab.world import (
     read_ranks,
     sum_over_ranks,
 )
+from worlds import in_world_of
 
 
 def ranks(rank, local_rank, world_size, local_world_size):
@@ -49,6 +50,16 @@ def ranks(rank, local_rank, world_size, local_world_size):
                 "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
             },
             ranks(3, 1, 4, 2),
+        ),
+        (
+            {
+                "SLURM_PROCID": "3",
+                "SLURM_LOCALID": "0",
+                "SLURM_NODEID": "1",
+                "SLURM_STEP_NUM_TASKS": "4",
+                "SLURM_STEP_TASKS_PER_NODE": "3,1",
+            },
+            ranks(3, 0, 4, 1),
         ),
     ],
 )
@@ -136,8 +147,14 @@ def talk():
     return found
 
 
-def test_three_ranks_talk():
-    results = launch(talk, num_ranks=3)
+@pytest.fixture(scope="module")
+def three():
+    with Workers(3, num_threads=1) as workers:
+        yield workers
+
+
+def test_three_ranks_talk(three):
+    results = three.run(talk)
     for rank, found in enumerate(results):
         assert found["own"] == [[rank, 10 * rank]]  # the argument is not changed
         assert found["sum"] == [[3, 30]]
@@ -163,8 +180,8 @@ def arrive_alone():
         return f"{type(error).__name__}: {error}"
 
 
-def test_missing_rank_is_named():
-    said, other = launch(arrive_alone, num_ranks=2)
+def test_missing_rank_is_named(three):
+    said, other = three.run(in_world_of, 2, arrive_alone, only=[0, 1])
     assert other == "never came"
     assert said.startswith(
         "LabError: 1 of 2 ranks arrived within 1 s, missing: 1. Did it fail"

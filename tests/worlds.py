@@ -1,4 +1,6 @@
-"""A `World` is only a few numbers: no process is needed to make one."""
+"""Worlds for tests, without processes or with few of them."""
+
+import os
 
 import torch
 
@@ -15,3 +17,12 @@ def cpu_world(rank: int = 0, world_size: int = 1) -> World:
         device=torch.device("cpu"),
         backend="gloo",
     )
+
+
+def in_world_of(world_size: int, fn, *arguments):
+    """On one of the first ranks of `Workers`: do something as if they were all.
+
+    Several world sizes then share one start, which takes seconds a rank.
+    """
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+    return fn(*arguments)

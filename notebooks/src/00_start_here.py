@@ -46,13 +46,14 @@ assert dist.is_available()
 # ## Two processes say hello
 #
 # `launch` starts a function on several ranks, waits for all of them, and brings back
-# what each one returned. Like PyTorch's own launcher, `torchrun`, it tells each process
-# its place through environment variables.
+# what each one returned. It starts them with PyTorch's `torch.multiprocessing.spawn`,
+# and tells each its place through environment variables, as PyTorch's launcher
+# `torchrun` does.
 #
 # **Predict:** how many lines will the next cell print, and what is in the list?
 
 # %%
-from ddp_lab.launch import launch
+from ddp_lab import launch
 
 
 def hello():
@@ -139,7 +140,7 @@ print(len(dataset), "to train,", len(test_images), "to test,", tuple(images[0].s
 # %%
 import matplotlib.pyplot as plt
 
-from ddp_lab.plots import RANK_COLOURS, style
+from ddp_lab import RANK_COLOURS, style
 
 with plt.rc_context({**style(), "figure.figsize": (6.4, 1.2)}):
     figure, axes = plt.subplots(1, 10)
@@ -286,15 +287,13 @@ assert difference < 1e-3
 import tempfile
 from pathlib import Path
 
-from ddp_lab import train as program
-from ddp_lab.config import TrainConfig
-from ddp_lab.plots import LiveCurve
+from ddp_lab import LiveCurve, TrainConfig, train
 
 scratch = tempfile.TemporaryDirectory()  # goes with the kernel
 folder = Path(scratch.name) / "first"
 config = TrainConfig(epochs=3, num_ranks=2, device="cpu", out=folder)
 curve = LiveCurve("ResNet-18 learns digits on two ranks")
-result = program.train(config, progress="none", on_record=curve)
+result = train(config, progress="none", on_record=curve)
 
 print(f"{result['num_samples']} test images, right: ~ {result['accuracy']:.0%}")
 assert result["accuracy"] > 0.7
@@ -345,7 +344,7 @@ for path in sorted(folder.iterdir()):
 
 
 # %%
-from ddp_lab.checks import check
+from ddp_lab import check
 
 
 def who_am_i():

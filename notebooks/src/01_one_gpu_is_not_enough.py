@@ -135,7 +135,7 @@ print(f"when the step is over: activations, gradients = {trace[-1]} bytes")
 # %%
 import matplotlib.pyplot as plt
 
-from ddp_lab.plots import plot_memory, style
+from ddp_lab import plot_memory, style
 
 kept, gradients = zip(*[(a / MB, g / MB) for a, g in trace], strict=True)
 fixed = [2 * num_mb(model.parameters())] * len(trace)
@@ -342,7 +342,7 @@ print(f"{before / GB:.1f} GB -> {after / GB:.1f} GB, that is {after / before:.0%
 # its losses, and what remains to be done with the sum over ranks?
 
 # %%
-from ddp_lab.launch import launch
+from ddp_lab import launch
 
 net = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5))
 whole = accumulate(64)
@@ -411,7 +411,7 @@ for micro, steps, ranks in [(512, 1, 1), (256, 2, 1), (256, 1, 2), (64, 1, 8)]:
 # **1.** Write the formula of the effective batch as a function.
 
 # %%
-from ddp_lab.checks import check
+from ddp_lab import check
 
 
 def global_batch_size(micro_batch_size, accumulation_steps, world_size):

@@ -9,7 +9,8 @@
 #
 # At the end of this notebook you will be able to
 #
-# - start ranks with `torchrun` and without it, and say what it sets,
+# - start ranks with `torch.multiprocessing.spawn` and with `torchrun`, and say what a
+#   rank knows at its start,
 # - use the collectives, and say who holds what before and after,
 # - read the report of a deadlock, and find the line that made it.
 #
@@ -18,81 +19,157 @@
 # %% [markdown]
 # ## One program, started twice
 #
-# Here is a whole distributed program. Nothing in it says how many processes there are.
-# All of them have one terminal, where lines would mix, so rank 0 prints for all.
+# The files that we write are deleted when the notebook's kernel ends.
 
 # %%
+import os
 import tempfile
-from pathlib import Path
 
 scratch = tempfile.TemporaryDirectory()  # goes with the kernel
-script = Path(scratch.name) / "hello.py"
-num_written = script.write_text("""
+os.chdir(scratch.name)
+
+# %% [markdown]
+# A *rank* is one of these processes, and also its number. PyTorch starts several with
+# `torch.multiprocessing.spawn`. Here is a whole distributed program, and nothing in it
+# is of this lab. The first line has the notebook write it into a file.
+
+# %%
+# %%writefile two_ranks.py
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def worker(rank, world_size, port):
+    place = f"tcp://127.0.0.1:{port}"  # where they meet
+    dist.init_process_group("gloo", place, rank=rank, world_size=world_size)
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)  # add up what all ranks hold
+    if rank == 0:
+        print("sum over", world_size, "ranks:", total.item())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.spawn(worker, args=(2, int(sys.argv[1])), nprocs=2)  # worker(0, 2, ...), ...
+
+# %% [markdown]
+# In a terminal the next cell would be `python two_ranks.py 29500`, with any free port.
+#
+# **Predict:** the ranks hold 1 and 2. Which lines will be printed?
+
+# %%
+import socket
+import subprocess
+import sys
+
+import torch.multiprocessing as mp
+
+
+def run(*command):
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout, end="")
+
+
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))  # 0: any port that is free
+    port = probe.getsockname()[1]
+run("two_ranks.py", str(port))
+
+# %% [markdown]
+# Three Pythons ran the file: the one that you started, and two that `spawn` started.
+# Each of the two begins with nothing: it imports `two_ranks.py` again, as a module this
+# time, finds `worker` in it, and calls it with its number and `args`. That is why the
+# last line stands under `if __name__ == "__main__"`: the ranks must not start ranks.
+#
+# ## A worker in a cell
+#
+# **Predict:** the same with a function from a notebook. Where will the new process look
+# for it?
+
+# %%
+import pickle
+
+
+def worker(rank):
+    print("hello from rank", rank)
+
+
+print(pickle.dumps(worker, protocol=4))
+with open("said.txt", "w+") as said:
+    terminal = os.dup(2)
+    os.dup2(said.fileno(), 2)  # errors of the new process go to the file
+    try:
+        mp.spawn(worker, nprocs=1)
+    except mp.ProcessExitedException as error:
+        print("the notebook is told:", error)
+    finally:
+        os.dup2(terminal, 2)
+    said.seek(0)
+    assert "AttributeError" in said.read()  # Pythons word it otherwise
+print("the rank said: AttributeError, there is no 'worker'")
+
+# %% [markdown]
+# What travels to a new process is *pickled*. The first line shows how Python pickles a
+# function: module `__main__`, name `worker`, and no code. The new process has a
+# `__main__` of its own, in which no cell was ever run.
+#
+# So in a notebook people keep the worker in a file. This lab sends the code itself, and
+# with it what it uses from the notebook; the start is the same
+# `torch.multiprocessing.spawn`. What the ranks return and print comes back in the order
+# of the ranks, and if one fails, its error is raised in the notebook.
+
+# %%
+from ddp_lab import launch
+
+
+def worker():
+    print("hello from rank", os.environ["RANK"])
+    return os.environ["MASTER_ADDR"]
+
+
+launch(worker, num_ranks=2)
+
+# %% [markdown]
+# ## torchrun
+#
+# `launch` gives `worker` no number: each rank reads its place from its environment.
+# `torchrun`, the launcher that comes with PyTorch, works the same way, also on several
+# machines. It starts a program; how many ranks there are stands on its command line,
+# not in the program.
+#
+# **Predict:** which of the three variables will differ between the two processes?
+
+# %%
+with open("hello.py", "w") as script:
+    script.write("""
 import os
 import torch.distributed as dist
 
 names = ["RANK", "LOCAL_RANK", "WORLD_SIZE"]
 place = " ".join(f"{name}={os.environ[name]}" for name in names)
-
 dist.init_process_group("gloo")    # wait here until everybody has come
 everyone = [None] * dist.get_world_size()
 dist.all_gather_object(everyone, place)    # what all of them have read
 if dist.get_rank() == 0:
-    for line in everyone:
-        print(line)
+    print(*everyone, sep="; ")
 dist.destroy_process_group()
 """)
-
-# %% [markdown]
-# `torchrun` comes with PyTorch. It starts the program several times and gives each
-# process some environment variables. In a terminal the next cell would be
-#
-# ```
-# torchrun --standalone --nproc-per-node 2 hello.py
-# ```
-#
-# **Predict:** which of the three variables will differ between the two processes?
-
-# %%
-import subprocess
-import sys
-
-torchrun = [sys.executable, "-m", "torch.distributed.run"]
+# in a terminal: torchrun --standalone --nproc-per-node 2 hello.py
 options = ["--standalone", "--nproc-per-node", "2"]
-done = subprocess.run([*torchrun, *options, script], capture_output=True, text=True)
-print(done.stdout, end="")
-assert done.returncode == 0, done.stderr
+run("-m", "torch.distributed.run", *options, "hello.py")
 
 # %% [markdown]
 # `RANK` is the number of the process in the whole run, and `LOCAL_RANK` its number on
 # this machine. On one machine they are the same, which is why so many scripts mix them
-# up. On two machines they are not.
+# up. On two machines they are not: with three GPUs each, one process a GPU, the last
+# process of the second machine has rank 5 and local rank 2.
 #
-# **Predict:** two machines have three GPUs each, one process a GPU. What are the rank
-# and the local rank of the last process on the second machine?
-
-# %%
-import matplotlib.pyplot as plt
-
-from ddp_lab.drawing import draw_cell, rank_colour
-from ddp_lab.plots import plot_collective, style
-
-with plt.rc_context({**style(), "figure.figsize": (6.4, 1.9), "axes.grid": False}):
-    figure, axes = plt.subplots()
-    for rank in range(6):
-        machine, local_rank = divmod(rank, 3)
-        text = f"rank {rank}\nlocal rank {local_rank}"
-        draw_cell(axes, local_rank, machine, [rank_colour(rank)], text)
-    axes.set(xlim=(-0.5, 2.5), ylim=(1.5, -0.5), xticks=[])
-    axes.set_yticks([0, 1], ["machine 0", "machine 1"])
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    axes.set_title("World size 6: ranks count through, local ranks start again")
-    plt.show()
-
-# %% [markdown]
-# Rank 5, local rank 2. The local rank picks the GPU, `cuda:2`. The rank picks the data,
-# and rank 0 is the one that prints and writes files. These are the variables to know:
+# The local rank picks the GPU, `cuda:2`. The rank picks the data, and rank 0 is the one
+# that prints and writes files. These are the variables to know:
 #
 # | variable | meaning |
 # |---|---|
@@ -101,48 +178,14 @@ with plt.rc_context({**style(), "figure.figsize": (6.4, 1.9), "axes.grid": False
 # | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | the same, on this machine |
 # | `MASTER_ADDR`, `MASTER_PORT` | where they meet: a host and a port |
 #
-# `torchrun` sets these, some for restarts (`TORCHELASTIC_...`), and `OMP_NUM_THREADS=1`
-# if it is not set, so that the processes do not fight for the cores.
+# `torchrun` sets these and some more (`GROUP_RANK`, `TORCHELASTIC_...`). If it starts
+# several processes on a machine and `OMP_NUM_THREADS` is not set, it sets it to 1, so
+# that they do not fight for the cores.
 #
-# ## The same without torchrun
-#
-# If that is all, we can do it ourselves. `MASTER_PORT` may be any free port.
-
-# %%
-import os
-import socket
-
-with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))  # 0: any port that is free
-    port = probe.getsockname()[1]
-
-
-def start(rank):
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    meet_at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment = {**os.environ, **place, **meet_at}
-    command = [sys.executable, script]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-
-
-# %% [markdown]
-# **Predict:** rank 0 is started alone. What does it do until rank 1 is there?
-
-# %%
-import time
-
-first = start(0)
-time.sleep(2)
-print("rank 0 alone has ended:", first.poll() is not None)
-
-second = start(1)
-print(first.communicate()[0], end="")
-assert second.wait() == 0
-
-# %% [markdown]
-# It waits in `init_process_group`, without a word, until all `WORLD_SIZE` processes
-# have come. This is the first hang that everybody meets: when a job stays silent at its
-# start, a process on another machine has often died, or the address is wrong.
+# Until all `WORLD_SIZE` processes have come, `init_process_group` waits, mostly without
+# a word, and fails after minutes. This is the first hang that everybody meets: when a
+# job stays silent at its start, a process on another machine has often died, or the
+# address is another machine's.
 #
 # ## The meeting place
 #
@@ -152,8 +195,11 @@ assert second.wait() == 0
 # the others do. This is called the *rendezvous*. Here are two ends of such a store.
 
 # %%
+import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
+
+from ddp_lab import plot_collective
 
 here = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 there = dist.TCPStore("127.0.0.1", here.port, is_master=False)
@@ -317,8 +363,7 @@ plt.show()
 # Where are they? The lab gives up after three seconds without progress.
 
 # %%
-from ddp_lab.errors import RanksStuck
-from ddp_lab.launch import launch
+from ddp_lab import RanksStuck
 
 
 def end_of_epoch():
@@ -360,20 +405,18 @@ if rank == 0:
 # too, so put it into a `finally`, or use a `with` block that does it. The lab's is
 #
 # ```
-# with join_world() as world:    # from ddp_lab.world
+# with join_world() as world:    # from ddp_lab import join_world
 #     train(world.rank, world.device)
 # ```
 #
-# Our three ranks may go now.
-
-# %%
-# %ranks off
-
-# %% [markdown]
+# `%ranks off` ends our three ranks; with the notebook they end too.
+#
 # ## Summary
 #
-# - A launcher starts one program several times and tells each process its place by
-#   environment variables. `RANK` is unique in the run, `LOCAL_RANK` on the machine.
+# - `torch.multiprocessing.spawn` starts a function in new processes, which must be able
+#   to import it. `torchrun` starts a program several times, also on several machines.
+# - A rank learns its place from arguments or from environment variables. `RANK` is
+#   unique in the run, `LOCAL_RANK` on the machine.
 # - `init_process_group` waits until all have come. They find each other through a store
 #   at `MASTER_ADDR` and `MASTER_PORT`.
 # - Collectives: all ranks call them, in the same order. Names with `all_` leave the
@@ -389,7 +432,7 @@ if rank == 0:
 # rank 0 of 1.
 
 # %%
-from ddp_lab.checks import check
+from ddp_lab import check
 
 
 def place_from_environment(environ):

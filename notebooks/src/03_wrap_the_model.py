@@ -105,7 +105,7 @@ same_start = train(make_model(seed=0))
 # %pull same_start 0
 import matplotlib.pyplot as plt
 
-from ddp_lab.plots import style
+from ddp_lab import style
 
 with plt.rc_context(style()):
     figure, axes = plt.subplots()
@@ -257,7 +257,7 @@ for other in (ddp, ring, bucket):
 # three ranks and our model's gradients, 4810 numbers of 4 bytes, cut into three chunks.
 
 # %%
-from ddp_lab.plots import plot_ring
+from ddp_lab import plot_ring
 
 plot_ring(4810, 3)
 plt.show()
@@ -337,8 +337,7 @@ print(*events, sep="\n")
 import torch
 from torchvision.models import resnet18
 
-from ddp_lab.by_hand import assign_buckets
-from ddp_lab.plots import plot_buckets
+from ddp_lab import assign_buckets, plot_buckets
 
 with torch.device("meta"):  # shapes only, no memory
     resnet = resnet18(num_classes=10)
@@ -445,7 +444,7 @@ assert apart > 0.001
 # %%
 import torch.distributed as dist
 
-from ddp_lab.checks import check
+from ddp_lab import check
 
 
 def replicas_agree(model):

@@ -48,7 +48,7 @@ print(order[0], order[1], "...", len(loader), "batches in an epoch")
 # %pull order
 import matplotlib.pyplot as plt
 
-from ddp_lab.plots import plot_shards
+from ddp_lab import plot_shards
 
 flat = [[sample for batch in own for sample in batch] for own in order]
 plot_shards([flat], batch_size_per_rank=4)
@@ -299,7 +299,7 @@ for batch_size in (16, 64, 88, 177, 179):
 # 177 others. Here are both errors for many settings, in percentage points.
 
 # %%
-from ddp_lab.plots import style
+from ddp_lab import style
 
 truth = is_right.double().mean().item()
 ranks, sizes = range(1, 33), range(1, 180)
@@ -378,7 +378,7 @@ print(f"{right} of {num_samples} are right: {right / num_samples:.4%}")
 # so on, equally many on every rank; if the samples run out, start again from 0.
 
 # %%
-from ddp_lab.checks import check
+from ddp_lab import check
 
 
 def shard_indices(num_samples, rank, world_size):

@@ -27,7 +27,7 @@
 # limits to train for real.
 
 # %% tags=["lesson"]
-from ddp_lab.config import TrainConfig
+from ddp_lab import TrainConfig
 
 DATASET = "digits"  # or "fashion-mnist", "cifar10", "cifar100", "folder"
 
@@ -66,14 +66,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision.models import resnet18
 
-from ddp_lab.data import eval_loader, train_loader
-from ddp_lab.datasets import load_dataset
-from ddp_lab.launch import send_record
-from ddp_lab.loop import evaluate, fit_on_rank
-from ddp_lab.model import build_model, wrap_model
-from ddp_lab.plots import LiveCurve
-from ddp_lab.workers import Workers
-from ddp_lab.world import join_world, sum_over_ranks
+from ddp_lab import (
+    build_model,
+    eval_loader,
+    evaluate,
+    join_world,
+    send_record,
+    sum_over_ranks,
+    train_loader,
+    wrap_model,
+)
 
 # %% [markdown] tags=["lesson"]
 # Those were the imports, and this is the script:
@@ -115,6 +117,9 @@ def old_script(dataset, num_epochs):
 
 
 # %% tags=["lesson"]
+from ddp_lab import LiveCurve, Workers, load_dataset
+
+
 def one_by_one(split):
     if DATASET == "folder":  # image files, opened when they are needed
         return split
@@ -356,13 +361,13 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_lab.record import Run
+from ddp_lab import Run, fit_on_rank
 
 scratch = tempfile.TemporaryDirectory()  # goes with the kernel
 home = Path(scratch.name)
 longer = replace(config, epochs=4)
 curve = LiveCurve("ResNet-18 on two ranks: the run, its ranks, its test")
-options = {"progress": "none", "on_record": curve}
+options = {"on_line": send_record, "on_record": curve}  # a rank sends, we draw
 workers.run(fit_on_rank, longer, home / "runs/notebook", data, **options)
 workers.close()
 
@@ -400,7 +405,7 @@ assert abs(mean - line["loss"]) < 1e-5
 # %% tags=["lesson"]
 import matplotlib.pyplot as plt
 
-from ddp_lab.plots import rank_colour, style
+from ddp_lab import rank_colour, style
 
 with plt.rc_context({**style(), "figure.figsize": (6.4, 2.6)}):
     figure, axes = plt.subplots()
@@ -505,7 +510,7 @@ assert [line["epoch"] for line in resumed.history.evals] == [1, 2]
 
 
 # %%
-from ddp_lab.checks import check
+from ddp_lab import check
 
 
 def global_loss(loss_sum, num_samples):

@@ -28,8 +28,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from ddp_lab.compare import compare_world_sizes
-from ddp_lab.config import TrainConfig
+from ddp_lab import TrainConfig, compare_world_sizes
 
 config = TrainConfig(
     image_size=8,  # pixels
@@ -50,9 +49,7 @@ config = TrainConfig(
 # %% tags=["lesson"]
 from torch import nn
 
-from ddp_lab.datasets import load_dataset
-from ddp_lab.loop import fit_on_rank
-from ddp_lab.workers import Workers
+from ddp_lab import Workers, fit_on_rank, load_dataset, send_record
 
 one, four = Workers(1, num_threads=1), Workers(4, num_threads=1)
 
@@ -62,7 +59,7 @@ def losses_of(workers, config):
     lines = []
     data = load_dataset(config)
     keep = lambda rank, line: lines.append(line)  # noqa: E731
-    workers.run(fit_on_rank, config, None, data, on_record=keep)
+    workers.run(fit_on_rank, config, None, data, on_line=send_record, on_record=keep)
     return [line["loss"] for line in lines if line["kind"] == "step"]
 
 
@@ -99,7 +96,7 @@ assert furthest(on_four, curve) < 1e-2
 # %% tags=["lesson"]
 import matplotlib.pyplot as plt
 
-from ddp_lab.plots import plot_comparison
+from ddp_lab import plot_comparison
 
 exact = compare_world_sizes((1, 2, 4), replace(config, precision="float64"))
 print(f"weights have moved by up to ~ {max(exact.curves[0].movements):.0e}")
@@ -261,8 +258,7 @@ def sync_batch_norm(x, eps=1e-5):
 # %% tags=["lesson"]
 def normalise(images, shares):
     """Outputs of three layers on this rank's images, and the images' gradients."""
-    from ddp_lab.sync_batch_norm import SyncBatchNorm
-    from ddp_lab.world import join_world
+    from ddp_lab import SyncBatchNorm, join_world
 
     options = {"num_features": images.shape[1], "dtype": images.dtype}
     layers = {
@@ -316,7 +312,7 @@ print("torch's own:", answers[0][1])
 # **Predict:** where will four ranks with `norm="sync"` be in the picture?
 
 # %% tags=["lesson"]
-from ddp_lab.plots import plot_losses
+from ddp_lab import plot_losses
 
 synced = losses_of(four, replace(plain, norm="sync"))
 runs = {"1 rank": alone, "4 ranks, BatchNorm": apart, "4 ranks, synced": synced}
@@ -374,10 +370,14 @@ print("averaged, then clipped:", clip(own.mean(0)))
 # digits, ten epochs. A rate of 0.01 suits 16 images.
 
 # %% tags=["lesson"]
-from ddp_lab.data import eval_loader, train_loader
-from ddp_lab.loop import count_steps, evaluate, train_epoch
-from ddp_lab.training import start_training
-from ddp_lab.world import join_world
+from ddp_lab import (
+    eval_loader,
+    evaluate,
+    join_world,
+    start_training,
+    train_epoch,
+    train_loader,
+)
 
 small = TrainConfig(
     image_size=8,  # pixels
@@ -392,7 +392,9 @@ small = TrainConfig(
 digits = load_dataset(small)
 
 # %% [markdown] tags=["lesson"]
-# These are the parts that `fit` is made of, around a net of our own.
+# These are the parts that `fit` is made of, around a net of our own. After each step
+# `train_epoch` gives what this rank has counted: the sum of its samples' losses, how
+# many were right, and how many there were. We are the only rank, so it is the run's.
 
 
 # %% tags=["lesson"]
@@ -404,13 +406,12 @@ def train_small(config, data):
     net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 10))
     losses = []
     with join_world(device="cpu") as world:
-        num_steps = count_steps(config, len(data.train))
-        training = start_training(config, net, world, num_steps)
+        state = start_training(config, net, world, len(data.train))
         batches = train_loader(data, config, world, config.global_batch_size)
-        while training.epoch < config.epochs:
-            for line in train_epoch(training, batches, config, data):
-                losses.append(line["loss"])
-            training.epoch, training.tally = training.epoch + 1, [0.0, 0.0, 0.0]
+        for _ in range(config.epochs):
+            for loss_sum, _, num_samples in train_epoch(state, batches, config):
+                losses.append((loss_sum / num_samples).item())
+            state.epoch += 1
         test = evaluate(net, eval_loader(data, config, world, 360), world.device)
     return losses, test["num_correct"]
 
@@ -496,7 +497,7 @@ plt.show()
 
 
 # %%
-from ddp_lab.checks import check
+from ddp_lab import check
 
 
 def loss_weight(num_samples):

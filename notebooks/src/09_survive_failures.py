@@ -85,7 +85,7 @@ torch.save(state, checkpoint := io.BytesIO())  # a file in memory
 # %% tags=["lesson"]
 import matplotlib.pyplot as plt
 
-from ddp_lab.plots import plot_resumed
+from ddp_lab import plot_resumed
 
 
 def resume(forget=()):
@@ -248,9 +248,7 @@ def train(line, number=None, after_step=None):
 # fourth step and every epoch. `GroupNorm` instead of BatchNorm: you will see why.
 
 # %% tags=["lesson"]
-from ddp_lab.errors import RankFailed
-from ddp_lab.record import Run
-from ddp_lab.workers import Workers
+from ddp_lab import RankFailed, Run, Workers
 
 OPTIONS = (
     "--device cpu --norm group --image-size 16 --limit-train 384 --limit-test 64 "
@@ -343,7 +341,7 @@ plt.show()
 # **Predict:** again the same bits?
 
 # %% tags=["lesson"]
-from ddp_lab.launch import launch
+from ddp_lab import launch
 
 results = launch(train, "--resume runs/fewer", num_ranks=1)
 fewer, whole = losses_of("fewer"), losses_of("whole")
@@ -491,7 +489,7 @@ print(f"saving every minute: {lost(60):.0%} of the time is lost")
 # %% tags=["lesson"]
 from math import sqrt
 
-from ddp_lab.plots import plot_lost_time
+from ddp_lab import plot_lost_time
 
 best_s = sqrt(2 * save_s * mtbf_s)
 print(f"best: every {best_s / 60:.0f} minutes, {lost(best_s):.0%} lost")
@@ -527,7 +525,7 @@ import os
 
 import torch
 
-from ddp_lab.checks import check
+from ddp_lab import check
 
 
 def save_atomically(state, path):

@@ -120,7 +120,7 @@ assert [host.returncode for host in hosts] == [0, 0], written
 # %%
 import matplotlib.pyplot as plt
 
-from ddp_lab.plots import plot_hosts
+from ddp_lab import plot_hosts
 
 plot_hosts(num_hosts=2, ranks_per_host=2)
 plt.show()
@@ -160,8 +160,7 @@ assert [host.returncode for host in hosts] == [0, 0], written
 # the same on one host, where `train` starts two ranks itself.
 
 # %% tags=["lesson"]
-from ddp_lab.record import Run
-from ddp_lab.train import parse_arguments, train
+from ddp_lab import Run, parse_arguments, train
 
 folder = Path(scratch.name, "one-host")
 config = parse_arguments([*settings, "--num-ranks", "2", "--out", str(folder)])
@@ -279,7 +278,7 @@ assert all(host.returncode != 0 for host in hosts)
 # Where is rank 5?
 
 # %%
-from ddp_lab.world import read_ranks
+from ddp_lab import read_ranks
 
 task = {
     "SLURM_PROCID": "5",
@@ -363,7 +362,7 @@ for name, speed in networks.items():
 # what if the ranks become more?
 
 # %%
-from ddp_lab.plots import style
+from ddp_lab import style
 
 with plt.rc_context({**style(), "figure.figsize": (6.4, 3.6)}):
     figure, axes = plt.subplots()
@@ -425,7 +424,7 @@ with plt.rc_context({**style(), "figure.figsize": (6.4, 3.6)}):
 # them.
 
 # %%
-from ddp_lab.checks import check
+from ddp_lab import check
 
 
 def torchrun_options(hosts, ranks_per_host, port):

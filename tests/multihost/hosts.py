@@ -26,7 +26,7 @@ from pathlib import Path
 __all__ = ["Host", "missing_for_hosts", "two_hosts", "wait_for"]
 
 LIMIT_S = 120.0
-_TOOLS = ("ip", "nsenter", "unshare", "mount", "hostname")
+_TOOLS = ("ip", "nsenter", "unshare", "mount", "hostname", "ss")
 _numbers = itertools.count(1)
 
 # In the namespace: take the host's name and its own files of names (there is no name
@@ -86,6 +86,11 @@ class Host:
     def mend(self) -> None:
         """Put the cable back."""
         _ip("-n", self.namespace, "link", "set", self.interface, "up")
+
+    def sockets(self) -> str:
+        """What the kernel knows of this host's connections."""
+        command = _in(self.namespace, "ss", "--tcp", "--info", "--no-header")
+        return subprocess.run(command, capture_output=True, text=True).stdout
 
     def pids(self) -> list[int]:
         """All processes on this host."""

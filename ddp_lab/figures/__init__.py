@@ -1,0 +1,56 @@
+"""Every picture of the lab, in one place to import from.
+
+    plot_loss         how the loss of a run falls, and each rank's own behind it
+    LiveCurve         the same, while the ranks train
+    plot_comparison   the same training on several numbers of ranks, how far apart
+    plot_losses       several trainings, also with different batch sizes
+    plot_shards       which rank gets which sample, epoch by epoch
+    plot_collective   what a collective does: each rank's tensor before and after
+    plot_ring         the ring all-reduce, step by step, with the bytes on each link
+    plot_buckets      which parameters travel together, and in which order
+    plot_memory       where memory goes, against the batch size
+    plot_hosts        which rank is on which host, and who talks to whom
+    plot_resumed      the loss of a run that was interrupted, over one that was not
+    plot_lost_time    what saving costs, and failing, against the interval
+
+They turn records and situations into figures and know nothing of processes. Each
+``plot_`` function returns a matplotlib figure; in a notebook, end the cell with
+``plt.show()``.
+
+    drawing.py      the style, and the colour of each rank
+    loss.py         plot_loss, LiveCurve         trainings.py    plot_losses
+    world_sizes.py  plot_comparison              recovery.py     plot_resumed, ...
+    collectives.py  plot_collective, plot_ring   diagrams.py     shards, buckets, ...
+"""
+
+from ddp_lab.figures.collectives import plot_collective, plot_ring
+from ddp_lab.figures.diagrams import plot_buckets, plot_hosts, plot_memory, plot_shards
+from ddp_lab.figures.drawing import (
+    RANK_COLOURS,
+    rank_colour,
+    save_picture,
+    style,
+)
+from ddp_lab.figures.loss import LiveCurve, plot_loss
+from ddp_lab.figures.recovery import plot_lost_time, plot_resumed
+from ddp_lab.figures.trainings import plot_losses
+from ddp_lab.figures.world_sizes import plot_comparison
+
+__all__ = [
+    "RANK_COLOURS",
+    "LiveCurve",
+    "plot_buckets",
+    "plot_collective",
+    "plot_comparison",
+    "plot_hosts",
+    "plot_loss",
+    "plot_losses",
+    "plot_lost_time",
+    "plot_memory",
+    "plot_resumed",
+    "plot_ring",
+    "plot_shards",
+    "rank_colour",
+    "save_picture",
+    "style",
+]
