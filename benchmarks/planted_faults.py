@@ -288,8 +288,8 @@ FAULTS = (
             ('    "momentum",\n', ""),
             ("momentum: float = 0.9", "momentum: Free[float] = 0.9"),
         ),
-        tests=("test_resume.py",),
-        only="other_settings",
+        tests=("test_resume.py", "test_config.py"),
+        only="other_settings or marks_are_those",
     ),
     Fault(
         name="checkpoint-written-in-place",

@@ -34,6 +34,7 @@ __all__ = [
     "start_training",
 ]
 
+
 def check_fits(config: TrainConfig, data: ImageSet, world_size: int) -> None:
     """Check, before anything starts, that this many ranks can train this data set.
 
