@@ -174,6 +174,7 @@ def test_nothing_is_left_of_a_start_that_fails(monkeypatch):
 
     spawn = torch.multiprocessing.spawn
     launch(int, num_ranks=1)  # opens what stays open
+    gc.collect()  # what tests before this one have left to be closed
     before = psutil.Process().num_fds(), dict(os.environ)
     monkeypatch.setattr(torch.multiprocessing, "spawn", fail)
     for start in (Workers, lambda: launch(int)):
