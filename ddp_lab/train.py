@@ -28,7 +28,7 @@ from ddp_lab.datasets import load_dataset
 from ddp_lab.errors import BadInput, LabError, RankFailed, Stopped
 from ddp_lab.loop import fit_on_rank
 from ddp_lab.model import check_model
-from ddp_lab.ranks.launch import OnRecord, launch, send_record, shared
+from ddp_lab.ranks.launch import OnRecord, launch, leave_process, send_record, shared
 from ddp_lab.runs import checkpoint
 from ddp_lab.runs.progress import ProgressStyle
 from ddp_lab.runs.record import Run
@@ -332,4 +332,4 @@ def _lab_error_inside(error: LabError) -> LabError:
 
 if __name__ == "__main__":
     # under torchrun, record() hands an unexpected error's traceback to its summary
-    sys.exit(record(main)())
+    leave_process(record(main)() or 0)

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.run import get_args_parser
 
 from ddp_lab.config import RECIPES, TrainConfig
+from ddp_lab.ranks.workers import Workers
 from ddp_lab.runs import checkpoint
 from ddp_lab.runs.record import Run
 from ddp_lab.train import _new_folder, drop_local_rank, main, parse_arguments, train
@@ -178,12 +179,26 @@ def test_torchrun_leaves_our_options_alone(option):
     assert parsed.training_script_args == option
 
 
+@pytest.fixture(scope="module")
+def workers():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", SMALL_MODEL)
+        with Workers(2, num_threads=1) as workers:
+            yield workers
+
+
 @pytest.fixture
-def command(tmp_path, monkeypatch, capfd):
-    """The command line without the start of its process, on ranks with small models."""
+def command(workers, tmp_path, monkeypatch, capfd):
+    """The command line without its start, on ranks that stay and have small models."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", SMALL_MODEL)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    workers.run(os.chdir, tmp_path)
+
+    def launch(*call, num_ranks, num_threads, **options):
+        assert num_ranks == 2
+        return workers.run(*call, **options)
+
+    monkeypatch.setattr(sys.modules["ddp_lab.train"], "launch", launch)
 
     def run_here(*arguments):
         status = main(arguments)
@@ -222,6 +237,36 @@ def test_resume_goes_on(command, tmp_path):
     assert said[1].endswith("; trying the one before")
     assert said[2] == "going on after step 4, in epoch 3"
     assert len(Run.open(tmp_path / "a").history.steps) == 6
+
+
+LEAVING = """
+import atexit, os, runpy, sys, threading, time
+class Witness:
+    def __del__(self):
+        os.write(1, b"taken apart")
+witness = Witness()
+def work():
+    while threading.main_thread().is_alive() and not leaving:
+        time.sleep(0.01)
+    os.write(1, b"thread ")
+leaving = []
+threading._register_atexit(leaving.append, 1)  # called when threads are waited for
+threading.Thread(target=work).start()
+atexit.register(os.write, 1, b"hook ")
+sys.stdout.write("printed ")
+sys.argv[1:] = ["--dataset", "nothing"]
+runpy.run_module("ddp_lab.train", run_name="__main__")
+"""
+
+
+def test_a_rank_leaves_before_python_takes_itself_apart():
+    """Threads of gloo that are still at work would abort it then; see leave_process."""
+    ended = subprocess.run(
+        [sys.executable, "-c", LEAVING], capture_output=True, text=True
+    )
+    assert ended.returncode == 2
+    assert "'nothing'" in ended.stderr
+    assert sorted(ended.stdout.split()) == ["hook", "printed", "thread"]
 
 
 def test_interrupt_leaves_nothing_behind(tmp_path):

@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 from ddp_lab.errors import Failure
 from ddp_lab.ranks import _pickling as pickling
@@ -38,7 +38,14 @@ from ddp_lab.ranks._watch import (
 )
 from ddp_lab.ranks.stacks import traceback_text, user_line
 
-__all__ = ["STACK_SIGNAL", "Ends", "kill_group", "rank_main", "send_record"]
+__all__ = [
+    "STACK_SIGNAL",
+    "Ends",
+    "kill_group",
+    "leave_process",
+    "rank_main",
+    "send_record",
+]
 
 STACK_SIGNAL = getattr(signal, "SIGUSR2", signal.SIGTERM)
 """Makes a rank write its stack into the crash pipe, even inside native code."""
@@ -125,7 +132,7 @@ def rank_main(rank: int, ends_of_ranks: Sequence[Ends]) -> None:
     with contextlib.suppress(EOFError, ConnectionError):
         while (call := pickle.loads(calls.recv_bytes())) is not None:
             exit_code = 0 if _run(calls, call) else 1
-    _leave(exit_code)
+    leave_process(exit_code)
 
 
 def _outlive_the_starting_thread() -> None:
@@ -289,9 +296,17 @@ def _flush() -> None:
         ctypes.CDLL(None).fflush(None)  # what C code has printed
 
 
-def _leave(exit_code: int) -> None:
-    """End the process without the second that tearing torch down would cost."""
+def leave_process(exit_status: int) -> NoReturn:
+    """End this process as a rank must: threads are waited for, exit hooks run.
+
+    Python would then take itself apart, for a second. Meanwhile the C++ threads of gloo
+    go on, as a DDP model keeps its group alive even after `destroy_process_group`; if
+    one of them lets go of a tensor just then it aborts the process, and a finished run
+    ends with status 134 (https://github.com/pytorch/pytorch/pull/179291).
+    """
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     _flush()
-    os._exit(exit_code)
+    os._exit(exit_status)

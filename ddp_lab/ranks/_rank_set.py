@@ -220,12 +220,12 @@ class RankSet:
                     rank.ask()
                     if rank.asked_s is not None and now - rank.asked_s > ANSWER_S * 4:
                         watch.moved(rank.rank)
-                some_ended = len(running) < self.num_ranks
-                still = watch.stuck([rank.rank for rank in running], some_ended)
-                begun = all(r.began for r in running) or now - started > _STARTING_S
-                if still and begun and failed is None:  # a failure explains more
-                    why = f"stuck: no progress for {watch.stuck_after_s:g} s"
-                    raise self._stuck(why, watch)
+            some_ended = len(running) < self.num_ranks
+            still = watch.stuck([rank.rank for rank in running], some_ended)
+            begun = all(r.began for r in running) or now - started > _STARTING_S
+            if still and begun and failed is None:  # a failure explains more
+                why = f"stuck: no progress for {watch.stuck_after_s:g} s"
+                raise self._stuck(why, watch)
             pause_s = min(output.show() or 0.1, look_every_s)
             self._move(output, watch, on_record, pause_s)
 

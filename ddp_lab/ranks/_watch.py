@@ -152,41 +152,44 @@ class Watch:
     def __init__(self, num_ranks: int, stuck_after_s: float) -> None:
         self.stuck_after_s = stuck_after_s
         self._base: list[Sight | None] = [None] * num_ranks  # sight of the last move
-        self._moved_at = [time.monotonic()] * num_ranks
+        self._base_at = [0.0] * num_ranks
+        self._still_s = [0.0] * num_ranks  # seen without a move for so long
         self.last: list[Sight | None] = [None] * num_ranks
         self._seen_at = [0.0] * num_ranks
         self.busy = [False] * num_ranks  # used the CPU between the last two sights
 
     def moved(self, rank: int) -> None:
         """Note that ``rank`` showed a sign of life, such as output."""
-        self._moved_at[rank] = time.monotonic()
         self._base[rank] = None
+        self._still_s[rank] = 0.0
 
     def saw(self, rank: int, sight: Sight) -> None:
-        """Note what ``rank`` is doing now."""
+        """Note what ``rank`` is doing now.
+
+        Only what is seen counts: a rank that has not answered is not still, and a gap
+        between two sights, because all processes were paused, is not taken for rest.
+        """
         now = time.monotonic()
         base, last = self._base[rank], self.last[rank]
-        if last is not None and now > self._seen_at[rank]:
-            share = (sight.cpu_s - last.cpu_s) / (now - self._seen_at[rank])
-            self.busy[rank] = share > _BUSY_CPU_SHARE
+        gap_s = now - self._seen_at[rank]
+        if last is not None and gap_s > 0:
+            self.busy[rank] = (sight.cpu_s - last.cpu_s) / gap_s > _BUSY_CPU_SHARE
         self.last[rank], self._seen_at[rank] = sight, now
-        idle_cpu_s = 0.05 + _IDLE_CPU_SHARE * (now - self._moved_at[rank])
+        idle_cpu_s = 0.05 + _IDLE_CPU_SHARE * (now - self._base_at[rank])
         if (
             base is None
             or base.mark != sight.mark
             or base.collective != sight.collective
             or sight.cpu_s - base.cpu_s > idle_cpu_s
         ):
-            if base is not None:
-                self._moved_at[rank] = now
-            self._base[rank] = sight
+            self._base[rank], self._base_at[rank] = sight, now
+            self._still_s[rank] = 0.0
+        else:
+            self._still_s[rank] += min(gap_s, self.stuck_after_s / 4)
 
     def still(self, rank: int) -> bool:
-        """Whether ``rank`` has not moved for ``stuck_after_s``."""
-        return (
-            self._base[rank] is not None
-            and time.monotonic() - self._moved_at[rank] >= self.stuck_after_s
-        )
+        """Whether ``rank`` was seen not to move for ``stuck_after_s``."""
+        return self._still_s[rank] >= self.stuck_after_s
 
     def stuck(self, running: Iterable[int], some_ended: bool) -> bool:
         """Whether the ranks that still run can only wait for ever."""

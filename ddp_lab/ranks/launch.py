@@ -24,11 +24,11 @@ from ddp_lab.ranks._arguments import (
     notice_big_copies,
 )
 from ddp_lab.ranks._interrupts import hold_interrupts
-from ddp_lab.ranks._main import send_record
+from ddp_lab.ranks._main import leave_process, send_record
 from ddp_lab.ranks._pickling import pack_call, shared
 from ddp_lab.ranks._rank_set import OnRecord, RankSet
 
-__all__ = ["OnRecord", "launch", "send_record", "shared"]
+__all__ = ["OnRecord", "launch", "leave_process", "send_record", "shared"]
 
 
 def launch(

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_lab.runs import checkpoint
 from ddp_lab.config import TrainConfig
 from ddp_lab.errors import BadInput
+from ddp_lab.runs import checkpoint
 from ddp_lab.runs.record import Run, describe_environment, writing_to
 from ddp_lab.world import World, gather_json
 

@@ -276,7 +276,8 @@ def _opening(config: TrainConfig, world: World, num_train: int) -> str:
         f"{config.model} on {config.dataset}: {world.world_size} "
         f"{'rank' if world.world_size == 1 else 'ranks'} on {world.device.type} "
         f"({world.backend}), {micro} images a rank{accumulated} = global batch "
-        f"{config.global_batch_size}, {config.steps_per_epoch(num_train)} steps an epoch"
+        f"{config.global_batch_size}, {config.steps_per_epoch(num_train)} steps an "
+        "epoch"
     )
 
 

@@ -1,8 +1,9 @@
 """What a run starts from, and what it carries along.
 
 A `TrainState` is all that changes while a run goes on: model, optimiser, schedule and
-how far it got. It is what a checkpoint holds, so a run that goes on from one is the same
-run. Before its first step the ranks compare what they are about to do (`fingerprint`).
+how far it got. It is what a checkpoint holds, so a run that goes on from one is the
+same run. Before its first step the ranks compare what they are about to do
+(`fingerprint`).
 """
 
 import hashlib

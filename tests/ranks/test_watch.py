@@ -383,13 +383,23 @@ def test_ranks_are_asked_once_a_second(clock):
 # The rule itself -------------------------------------------------------------------
 
 
+def watch_each(watch, clock, until_s, *sights):
+    """See the ranks twice a second, each doing what it did before."""
+    while clock.now < until_s:
+        clock.now += 0.5
+        for rank, seen in enumerate(sights):
+            watch.saw(rank, seen)
+
+
 def watch_twice(clock, first, second, after_s=3.0):
     watch = Watch(2, stuck_after_s=2.0)
+    waiting = sight(in_collective=True)
     watch.saw(0, first)
-    watch.saw(1, sight(in_collective=True))
+    watch.saw(1, waiting)
+    watch_each(watch, clock, after_s - 0.5, first, waiting)
     clock.now = after_s
     watch.saw(0, second)
-    watch.saw(1, sight(in_collective=True))
+    watch.saw(1, waiting)
     return watch.stuck([0, 1], some_ended=False)
 
 
@@ -427,20 +437,34 @@ def test_not_before_the_time(clock):
 def test_output_counts_as_progress(clock):
     watch = Watch(1, stuck_after_s=2.0)
     watch.saw(0, sight(in_collective=True))
-    clock.now = 1.5
+    watch_each(watch, clock, 1.5, sight(in_collective=True))
     watch.moved(0)
-    clock.now = 3.0
+    watch_each(watch, clock, 3.5, sight(in_collective=True))
+    assert not watch.stuck([0], some_ended=True)
+    watch_each(watch, clock, 4.0, sight(in_collective=True))
+    assert watch.stuck([0], some_ended=True)
+
+
+def test_a_pause_of_all_processes_is_not_rest(clock):
+    """Ctrl-Z and fg, or a laptop's lid: nobody moved, as nobody could."""
+    watch = Watch(1, stuck_after_s=2.0)
+    watch_each(watch, clock, 1.0, sight(in_collective=True))
+    clock.now += 3600.0
     watch.saw(0, sight(in_collective=True))
     assert not watch.stuck([0], some_ended=True)
-    clock.now = 3.6
-    assert watch.stuck([0], some_ended=True)
+
+
+def test_a_rank_that_does_not_answer_is_not_still(clock):
+    """It may hold the interpreter's lock, and compute."""
+    watch = Watch(1, stuck_after_s=2.0)
+    watch_each(watch, clock, 1.5, sight(in_collective=True))
+    clock.now = 60.0
+    assert not watch.stuck([0], some_ended=True)
 
 
 def test_sleeping_alone_is_no_deadlock(clock):
     watch = Watch(1, stuck_after_s=2.0)
-    watch.saw(0, sight())
-    clock.now = 5.0
-    watch.saw(0, sight())
+    watch_each(watch, clock, 5.0, sight())
     assert not watch.stuck([0], some_ended=False)
     assert watch.stuck([0], some_ended=True)
 

@@ -154,6 +154,9 @@ def go_on(config, folder):
 
 def on_two_ranks(folder):
     """All that needs two ranks, in one launch; the tests look at what it leaves."""
+    from torchvision.transforms import functional  # noqa: F401
+    # here, so that loaders, which are forks, need not import it for seconds each
+
     loop.build_model = build_model
     found = {}
     with join_world(device="cpu") as world:
