@@ -1,10 +1,13 @@
 """Functions that the tests run on ranks, importable by name in a spawned process."""
 
+import atexit
 import ctypes
 import datetime
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -152,6 +155,50 @@ def hold_the_lock() -> None:
     dist.barrier()
 
 
+def leave_things_behind(folder: Path) -> None:
+    """Each rank starts processes; rank 0 returns, rank 1 is killed."""
+    rank = os.environ["RANK"]
+    loose = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    forked = (
+        os.fork()
+    )  # holds the ends of the rank's channels, as a pool's process does
+    if forked == 0:
+        time.sleep(1000)
+    (folder / rank).write_text(f"{loose.pid} {forked}")
+    if rank == "1":
+        wait_for(folder / "0")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_work_to_others(folder: Path) -> None:
+    """A thread and an exit hook go on after the function has returned."""
+    rank = os.environ["RANK"]
+
+    def write_late() -> None:
+        wait_for(folder / f"returned{rank}")
+        (folder / f"thread{rank}").touch()
+        print("late", flush=True)
+
+    threading.Thread(target=write_late).start()
+    atexit.register((folder / f"hook{rank}").touch)
+    threading._register_atexit((folder / f"returned{rank}").touch)  # type: ignore[attr-defined]
+
+
+def leave_a_thread_that_never_ends() -> None:
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+
+
+class OnlyHere:
+    """Cannot be rebuilt where no rank is."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuild_on_a_rank, ()
+
+
+def rebuild_on_a_rank() -> str:
+    return os.environ["RANK"]
+
+
 class Unpicklable(Exception):
     """Needs two arguments, and pickle only gives it one."""
 
@@ -237,24 +284,6 @@ def endless_loop() -> None:
     dist.all_reduce(torch.ones(1))  # HERE
 
 
-class SleepyDataset(Dataset[int]):
-    """Rank 1's storage has stopped answering."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> int:
-        if os.environ["RANK"] == "1":
-            time.sleep(3600)  # HERE TOO
-        return index
-
-
-def sleeping_loader() -> None:
-    dist.init_process_group("gloo")
-    for _ in DataLoader(SleepyDataset()):
-        dist.all_reduce(torch.ones(1))  # HERE
-
-
 def recv_without_send() -> None:
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
@@ -272,9 +301,117 @@ def other_world_size() -> None:
     dist.init_process_group("gloo", world_size=3)  # HERE
 
 
-def compute_until(enough: Path) -> int:
-    """Rank 1 computes on after rank 0 has returned, one native call after another."""
+def compute_until(enough: Path) -> None:
+    """One native call after another."""
     matrix = torch.ones(400, 400)
-    while os.environ["RANK"] == "1" and not enough.exists():
+    while not enough.exists():
         matrix = (matrix @ matrix).clamp(max=1.0)
-    return 1
+
+
+# What looks like a standstill, and may end by itself ---------------------------------
+
+
+def sleep_until(enough: Path) -> None:
+    while not enough.exists():
+        time.sleep(0.2)
+
+
+def wait_for_a_child(enough: Path) -> None:
+    """Its CPU time is not this process's."""
+    subprocess.run(["sh", "-c", f"until [ -e {enough} ]; do :; done"], check=True)
+
+
+def read_a_line(enough: Path) -> None:
+    """A pipe that nobody has written to yet: a person at input(), a slow server."""
+    child = subprocess.Popen(
+        ["sh", "-c", f"until [ -e {enough} ]; do sleep 0.1; done; echo here"],
+        stdout=subprocess.PIPE,
+    )
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"here\n"
+
+
+class SlowStorage(Dataset[int]):
+    """A loader's process waits for it, and this one for the loader."""
+
+    def __init__(self, enough: Path) -> None:
+        self.enough = enough
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        wait_for(self.enough)
+        return index
+
+
+def load_from_slow_storage(enough: Path) -> None:
+    assert len(list(DataLoader(SlowStorage(enough), num_workers=1))) == 2
+
+
+def await_a_lock(enough: Path) -> None:
+    """Another thread has it."""
+    lock = threading.Lock()
+    lock.acquire()
+
+    def let_go() -> None:
+        wait_for(enough)
+        lock.release()
+
+    threading.Thread(target=let_go).start()
+    lock.acquire()
+
+
+HONEST = {
+    fn.__name__: fn
+    for fn in (
+        compute_until,
+        sleep_until,
+        wait_for_a_child,
+        read_a_line,
+        load_from_slow_storage,
+        await_a_lock,
+    )
+}
+
+
+def wait_honestly(name: str, enough: Path) -> str:
+    """Rank 0 waits in a barrier for rank 1, which takes its time, or has gone ahead."""
+    dist.init_process_group("gloo")
+    others = dist.new_group([0, 1])
+    if dist.get_rank() == 0:
+        dist.barrier(others)
+        dist.all_reduce(torch.ones(1))
+        return "waited"
+    under_way = dist.all_reduce(torch.ones(1), async_op=True)
+    HONEST[name](enough)
+    dist.barrier(others)
+    under_way.wait()
+    return name
+
+
+def raise_and_clean_up(clean_up: str) -> None:
+    """Rank 1's exception waits behind a clean-up that does not end."""
+    dist.init_process_group("gloo")
+    try:
+        if dist.get_rank() == 1:
+            raise ValueError("boom")  # HERE
+        dist.all_reduce(torch.ones(1))  # HERE TOO
+    finally:
+        if clean_up == "sleep":
+            time.sleep(3600)
+        dist.broadcast(torch.ones(1), 0)  # as nccl's destroy_process_group may wait
+
+
+def drop_a_handle() -> None:
+    """A message whose handle is dropped may never arrive."""
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        dist.isend(torch.ones(2_000_000), 1)
+    else:
+        dist.barrier()
+        dist.recv(torch.ones(2_000_000), 0)
+        return
+    dist.barrier()
+    dist.barrier()

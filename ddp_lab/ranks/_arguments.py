@@ -44,6 +44,11 @@ def check_ranks(num_ranks: int | None, device: str) -> int:
     """
     from ddp_lab.world import count_gpus, pick_device
 
+    if sys.platform == "win32":
+        raise BadInput(
+            "ranks need Linux or macOS: on Windows, work in WSL "
+            "(https://learn.microsoft.com/windows/wsl/install)"
+        )
     if num_ranks is not None and (
         isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1
     ):

@@ -17,6 +17,8 @@ class Call:
     device: str
     sources: dict[str, list[str]]
     """Lines of cells, by the name in tracebacks."""
+    fork_loaders: bool
+    """DataLoader workers are forks, unless the user has chosen another way."""
     num_shared: int
     """Handles of shared storages that follow."""
 

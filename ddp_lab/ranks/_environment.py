@@ -4,19 +4,43 @@ Each of these is a small context or function of its own; ``_rank_set.py`` puts t
 together.
 """
 
+import contextlib
+import multiprocessing
 import os
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 __all__ = [
     "early_env",
     "inherited",
+    "no_start_method_chosen",
     "nothing_to_import",
+    "num_cores",
+    "one_at_a_time",
     "threads_per_rank",
     "torchrun_env",
 ]
+
+
+one_at_a_time = threading.RLock()
+"""Held while this process's environment, ``__main__`` or stderr is another's: several
+threads may launch."""
+
+
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def no_start_method_chosen() -> bool:
+    """Whether the user has left open how multiprocessing starts its processes.
+
+    The default counts as left open: multiprocessing notes it at its first use.
+    """
+    default = multiprocessing.get_all_start_methods()[0]
+    return multiprocessing.get_start_method(allow_none=True) in (None, default)
 
 
 def torchrun_env(rank: int, num_ranks: int, port: int, threads: int) -> dict[str, str]:
@@ -52,7 +76,8 @@ def early_env(num_threads: int) -> dict[str, str]:
     """
     wanted = {
         # no name lookup and no other interface: a single machine talks to itself
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "GLOO_SOCKET_IFNAME": _LOOPBACK,
+        "NCCL_SOCKET_IFNAME": _LOOPBACK,
         # the flight recorder keeps the last collectives that a rank entered
         "TORCH_FR_BUFFER_SIZE": "256",
         # without a name server the store warns that it cannot look up its own clients
@@ -101,8 +126,20 @@ def threads_per_rank(num_ranks: int) -> int:
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     if wanted.isdigit() and int(wanted) > 0:
         return int(wanted)
+    return max(1, num_cores() // num_ranks)
+
+
+def num_cores(quota_file: str = "/sys/fs/cgroup/cpu.max") -> int:
+    """How many cores this process may use: a container may have a part of them.
+
+    Args:
+        quota_file: cgroup v2's, "150000 100000" for one and a half cores, or "max ...".
+    """
     if hasattr(os, "sched_getaffinity"):
-        num_cores = len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0))
     else:
-        num_cores = os.cpu_count() or 1
-    return max(1, num_cores // num_ranks)
+        cores = os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path(quota_file).read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores

@@ -39,9 +39,11 @@ from ddp_lab.ranks._watch import (
 from ddp_lab.ranks.stacks import traceback_text, user_line
 
 __all__ = [
+    "MARK",
     "STACK_SIGNAL",
     "Ends",
     "kill_group",
+    "kill_marked",
     "leave_process",
     "rank_main",
     "send_record",
@@ -49,6 +51,9 @@ __all__ = [
 
 STACK_SIGNAL = getattr(signal, "SIGUSR2", signal.SIGTERM)
 """Makes a rank write its stack into the crash pipe, even inside native code."""
+
+MARK = "DDP_LAB_SET_OF_RANKS"
+"""A variable that all processes inherit which a set of ranks starts."""
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -73,6 +78,7 @@ _rank = 0
 _calls: Connection | None = None
 _crash: Connection | None = None  # kept open for faulthandler
 _in_call = False  # the user's code is running
+_told = False  # how it failed, before it has left the process group
 _sending = threading.Lock()
 
 
@@ -164,10 +170,22 @@ def _answer(control: Connection, parent: int) -> None:
                 if os.getppid() != parent:
                     raise EOFError
             control.recv_bytes()
-            control.send_bytes(pickle.dumps(look()))
+            sight = look(_failure_of if _in_call else None)
+            control.send_bytes(pickle.dumps(sight))
     except (EOFError, OSError):
+        kill_marked(os.environ.get(MARK, ""))
         kill_group(os.getpid())
         os._exit(1)
+
+
+def kill_marked(mark: str) -> None:
+    """Kill what ranks of a set have started, however far it has moved away."""
+    import psutil
+
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark != "":
+                process.kill()
 
 
 def kill_group(pid: int) -> None:
@@ -178,7 +196,8 @@ def kill_group(pid: int) -> None:
 
 def _run(calls: Connection, call: Call) -> bool:
     """Run one call and report; say whether it returned."""
-    global _in_call
+    global _in_call, _told
+    _told = False
     os.environ.update(call.env)
     forget_collectives()
     blob = calls.recv_bytes()
@@ -188,7 +207,7 @@ def _run(calls: Connection, call: Call) -> bool:
         storages = [_open_shared(calls) for _ in range(call.num_shared)]
         fn, args, kwargs = pickling.unpack_call(blob, call.sources, storages)
         del blob
-        if sys.platform == "linux":
+        if call.fork_loaders and sys.platform == "linux":
             # DataLoader workers by fork, as torchrun's ranks have them: a spawned one
             # could not find what a cell defines
             multiprocessing.set_start_method("fork", force=True)
@@ -207,12 +226,10 @@ def _run(calls: Connection, call: Call) -> bool:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             result = pickling.pack(None)  # a script's way to say that all went well
         else:
-            _flush()
-            with _sending:
-                calls.send_bytes(pickle.dumps(("failed", _describe(error))))
+            _tell(error)
             return False
     _flush()
-    outcome = Outcome(collective=last_collective()[0], group_open=_group_open())
+    outcome = Outcome(collective=last_collective().name, group_open=_group_open())
     with _sending:
         calls.send_bytes(pickle.dumps(("returned", outcome)))
         calls.send_bytes(result)
@@ -238,35 +255,49 @@ def _call(
     from ddp_lab.world import join_world
 
     with join_world(device=call.device):
-        return fn(*args, **kwargs)
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            _tell(error)  # now: to leave the group, nccl may wait for the others
+            raise
 
 
-def _describe(error: BaseException) -> Outcome:
+def _tell(error: BaseException) -> None:
+    """Report how the call failed, once."""
+    global _told
+    if _told or _calls is None:
+        return
+    _told = True
     at_s = time.monotonic()
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [(f.filename, f.lineno or 0, f.name) for f in frames]
-    message = str(error)
     try:
         exception = pickling.pack(error)
         pickling.unpack(exception)
     except Exception:
         exception = None
+    outcome = Outcome(
+        failure=_failure_of(error),
+        exception=exception,
+        at_s=at_s,
+        collective=last_collective().name,
+        group_open=_group_open(),
+    )
+    _flush()
+    with _sending:
+        _calls.send_bytes(pickle.dumps(("failed", outcome)))
+
+
+def _failure_of(error: BaseException) -> Failure:
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [(f.filename, f.lineno or 0, f.name) for f in frames]
     code = error.code if isinstance(error, SystemExit) else None
-    failure = Failure(
+    return Failure(
         rank=_rank,
         kind=type(error).__name__,
-        message=message,
+        message=str(error),
         traceback=traceback_text(error),
         where=user_line(lines),
         consequence=_lost_the_others(error),
         exit_code=code if isinstance(code, int) else 1 if code else None,
-    )
-    return Outcome(
-        failure=failure,
-        exception=exception,
-        at_s=at_s,
-        collective=last_collective()[0],
-        group_open=_group_open(),
     )
 
 

@@ -10,9 +10,11 @@ of text in a cell and not a hundred: there the middle of a longer output is left
 and a line says in which file the whole of it is.
 """
 
+import atexit
 import codecs
 import itertools
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -136,6 +138,7 @@ class Output:
         """Save a rank's whole output and say where."""
         if self._folder is None:
             self._folder = tempfile.mkdtemp(prefix="ddp_lab-output-")
+            atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
         name = f"rank{rank}-{('stdout', 'stderr')[stream]}.txt"
         path = os.path.join(self._folder, name)
         file = self._kept[rank][stream]
@@ -144,8 +147,8 @@ class Output:
             while data := file.read(2**20):
                 whole.write(data)
         return (
-            f"[rank {rank}: too much for a notebook; all of it is in {path}, "
-            f"the last lines are]\n"
+            f"[rank {rank}: too much for a notebook; all of it is in {path} "
+            f"until the kernel ends, the last lines are]\n"
         )
 
 

@@ -23,6 +23,7 @@ import linecache
 import marshal
 import os
 import pickle
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -133,7 +134,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         import torch
 
         if self.move and storage.device.type == "cpu":
-            storage.share_memory_()
+            # by descriptor, whatever torch's sharing strategy is: a name would have to
+            # be opened again, and a rank would get a copy
+            storage._share_fd_cpu_()
             self.addresses.add(storage.data_ptr())
             self._seen[storage.data_ptr()] = storage
         if storage.data_ptr() in self.addresses and storage.nbytes():
@@ -176,8 +179,9 @@ def _cell_name(filename: str) -> str | None:
     shell: Any = ipython.get_ipython() if ipython is not None else None
     try:
         parts = shell.compile.format_code_name(filename)
-    except AttributeError:
-        return None
+    except AttributeError:  # IPython before 8: <ipython-input-5-0f1e2d3c4b5a>
+        found = re.fullmatch(r"<ipython-input-(\d+)-\w+>", filename)
+        return f"Cell In[{found[1]}]" if found else None
     return " ".join(parts) if parts else None
 
 
@@ -251,14 +255,20 @@ def pack_call(
     Raises:
         NotSendable: something cannot travel; the message names it.
     """
-    file = io.BytesIO()
-    pickler = _Pickler(file)
-    try:
-        # main_names fills while fn and its arguments are pickled, and comes last
-        pickler.dump((fn, args, kwargs, pickler.main_names))
-    except Exception as error:
-        _explain_call(fn, args, kwargs, error)
-    return Packed(file.getvalue(), pickler.sources, pickler.storages)
+    addresses: set[int] = set()
+    while True:
+        file = io.BytesIO()
+        pickler = _Pickler(file)
+        pickler.addresses |= addresses
+        try:
+            # main_names fills while fn and its arguments are pickled, and comes last
+            pickler.dump((fn, args, kwargs, pickler.main_names))
+        except Exception as error:
+            _explain_call(fn, args, kwargs, error)
+        if pickler.addresses <= addresses:
+            return Packed(file.getvalue(), pickler.sources, pickler.storages)
+        # once more: what is met before it is known to be shared has gone as a copy
+        addresses = pickler.addresses
 
 
 def unpack_call(

@@ -10,15 +10,18 @@ import os
 import pickle
 import signal
 import time
+from dataclasses import replace
 from multiprocessing import reduction
 from multiprocessing.connection import wait
 from typing import Any
 
+from ddp_lab.errors import Failure
 from ddp_lab.ranks._calls import Call, Outcome
 from ddp_lab.ranks._main import Ends, kill_group
-from ddp_lab.ranks._pickling import Packed
+from ddp_lab.ranks._pickling import Packed, unpack
 from ddp_lab.ranks._report import died
 from ddp_lab.ranks._watch import Sight, Watch, sight_from_dump
+from ddp_lab.ranks.stacks import traceback_text
 
 __all__ = ["ANSWER_S", "RankProcess"]
 
@@ -41,6 +44,8 @@ class RankProcess:
         self.asked_s: float | None = None  # when a question without answer was sent
         self.tail = b""
         self.peak_bytes = 0
+        self._state: Any = None  # of the process, as psutil sees it
+        self._group_ended = False
         self.open = [True, True]
         self.calls, calls = multiprocessing.Pipe()
         self.control, control = multiprocessing.Pipe()
@@ -52,9 +57,35 @@ class RankProcess:
 
     def has_started(self, process: Any) -> None:
         """Take the process and drop its ends: ours would hide that it is gone."""
+        import psutil
+
         self.process = process
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._state = psutil.Process(process.pid)
         for end in self.ends:
             end.close()
+
+    def has_ended(self) -> bool:
+        """Whether the process is gone, whoever still holds its ends of the channels.
+
+        A process that it forked does: a pool's, a loader's. The exit code is not asked
+        for, as that would free the process's number, by which its children are found.
+        """
+        import psutil
+
+        try:
+            return self._state is None or self._state.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it lives, minus the signal's number if it was killed."""
+        if not self.has_ended():
+            return None
+        self._end_group()
+        code: int | None = self.process.exitcode
+        return code
 
     def send(self, call: Call, packed: Packed) -> None:
         """Send a call, and forget what came of the one before."""
@@ -110,6 +141,26 @@ class RankProcess:
                 return sight
         return None
 
+    def take_value(self, data: bytes, outcome: Outcome) -> None:
+        """Take what the function returned; it may be of no use on this side."""
+        try:
+            self.value = unpack(data)
+        except Exception as error:
+            failure = Failure(
+                rank=self.rank,
+                kind=type(error).__name__,
+                message=f"it returned what cannot be rebuilt here ({error}): return "
+                "tensors, numbers, texts, and lists and dicts of these",
+                traceback=traceback_text(error),
+            )
+            outcome = replace(outcome, failure=failure, at_s=time.monotonic())
+        self.outcome = outcome
+
+    @property
+    def silent_s(self) -> float:
+        """For how long a question has waited for its answer."""
+        return 0.0 if self.asked_s is None else time.monotonic() - self.asked_s
+
     def say_enough(self) -> None:
         """Let the rank leave when its call is done."""
         with contextlib.suppress(OSError):
@@ -117,26 +168,42 @@ class RankProcess:
 
     def signal(self, number: int) -> None:
         """Send a signal to the rank alone, not to what it has started."""
-        if self.process.exitcode is None:
+        if not self.has_ended():
             with contextlib.suppress(OSError):
                 os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         """End the rank and what it has started, without waiting for it."""
-        if self.process.exitcode is None:
-            # a dead rank keeps its number and its group until it is waited for
-            kill_group(self.process.pid)
-            self.signal(signal.SIGKILL)  # it may have no group yet
+        self._end_group()
+        self.signal(signal.SIGKILL)  # it may have no group yet
+
+    def _end_group(self) -> None:
+        """Kill the rank's process group, once.
+
+        The system gives a number away again only when no process of its group is left:
+        if another process has the rank's by now, there is nothing to kill.
+        """
+        import psutil
+
+        pid = self.process.pid
+        if self._group_ended:
+            return
+        self._group_ended = True
+        ours = self._state is not None and self._state.is_running()
+        if ours or not psutil.pid_exists(pid):
+            kill_group(pid)
 
     def died(self) -> None:
         """Find out how the rank ended without a word."""
-        wait([self.process.sentinel], 2.0)
+        until = time.monotonic() + 2.0  # it has closed its channels, or is gone
+        while not self.has_ended() and time.monotonic() < until:
+            time.sleep(0.01)
         self.kill()
         self.process.join(2.0)
         self.read(1)
         self.outcome = died(
             self.rank,
-            self.process.exitcode,
+            self.exit_code,
             self.last_words(ANSWER_S),
             self.tail.decode("utf-8", "replace"),
             self.peak_bytes,

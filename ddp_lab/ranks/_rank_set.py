@@ -24,6 +24,7 @@ import pickle
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
@@ -35,11 +36,11 @@ from ddp_lab.ranks._interrupts import (
     interrupts_blocked,
     raise_if_interrupted,
 )
-from ddp_lab.ranks._main import STACK_SIGNAL, rank_main
+from ddp_lab.ranks._main import MARK, STACK_SIGNAL, kill_marked, rank_main
 from ddp_lab.ranks._output import Output
-from ddp_lab.ranks._pickling import Packed, unpack
+from ddp_lab.ranks._pickling import Packed
 from ddp_lab.ranks._process import ANSWER_S, RankProcess
-from ddp_lab.ranks._report import failure_error, rows_of, stuck_error
+from ddp_lab.ranks._report import failure_error, ranks_text, rows_of, stuck_error
 from ddp_lab.ranks._watch import Watch, stuck_table
 from ddp_lab.rendezvous.store import host_store
 
@@ -50,6 +51,9 @@ OnRecord = Callable[[int, dict[str, Any]], None]
 _GRACE_S = 1.0  # after a failure, the other ranks may report theirs
 _STARTING_S = 10.0  # so long, a rank that is still starting is given time
 _CLEAN_UP_S = 0.5  # after a stop, for the ``finally`` blocks of the user's code
+_LEAVING_S = 30.0  # after a return, for the threads that the user's code has left
+_LEAVING_FAILED_S = 2.0  # after a failure, nobody waits for them
+_ATTENTION_S = 0.25  # between two rounds; a longer time is not the ranks'
 
 
 class RankSet:
@@ -67,20 +71,26 @@ class RankSet:
         self.num_ranks = num_ranks
         self.num_threads = num_threads or _environment.threads_per_rank(num_ranks)
         self.alive = False
+        self._echo = True
+        self._mark = uuid.uuid4().hex
         self._ranks: list[RankProcess] = []
         self._store: Any = None
         self._port = 0
 
     def start(self) -> None:
         """Start the processes; they import torch while this returns."""
+        with _environment.one_at_a_time:
+            self._start()
+
+    def _start(self) -> None:
         import torch.multiprocessing
 
         # at the interpreter's end multiprocessing waits for children: be there first
         multiprocessing.util.Finalize(
-            self, _kill_all, args=(self._ranks,), exitpriority=10
+            self, _kill_all, args=(self._ranks, self._mark), exitpriority=10
         )
         self.alive = True
-        born_with = _environment.early_env(self.num_threads)
+        born_with = {**_environment.early_env(self.num_threads), MARK: self._mark}
         with (
             hold_interrupts(),
             interrupts_blocked(),
@@ -130,7 +140,9 @@ class RankSet:
         __tracebackhide__ = True
         assert self.alive, "not started, or killed after a call that did not end"
         if not any(self.groups_open):
-            self._port, self._store = host_store()
+            with _environment.one_at_a_time:
+                self._port, self._store = host_store()
+        self._echo = echo
         output = Output(self.num_ranks, echo=echo)
         watch = Watch(self.num_ranks, stuck_after_s)
         for name, lines in packed.sources.items():  # for lines told by faulthandler
@@ -151,6 +163,7 @@ class RankSet:
                         init=init,
                         device=device,
                         sources=packed.sources,
+                        fork_loaders=_environment.no_start_method_chosen(),
                         num_shared=len(packed.storages),
                     )
                     rank.send(call, packed)
@@ -168,12 +181,20 @@ class RankSet:
         if failed:
             raise failure_error(self._outcomes, watch)
         asked = self._ranks if only is None else [self._ranks[r] for r in sorted(only)]
-        return [rank.value for rank in asked]
+        values = [rank.value for rank in asked]
+        for rank in asked:
+            rank.value = None  # it is the caller's
+        return values
 
     @property
-    def processes(self) -> list[Any]:
-        """The ranks' processes, as multiprocessing gives them."""
-        return [rank.process for rank in self._ranks]
+    def pids(self) -> list[int]:
+        """The ranks' process ids, in rank order."""
+        return [rank.process.pid for rank in self._ranks]
+
+    @property
+    def exit_codes(self) -> list[int | None]:
+        """None for each rank that lives, minus the signal's number if it was killed."""
+        return [rank.exit_code for rank in self._ranks]
 
     @property
     def groups_open(self) -> list[bool]:
@@ -197,13 +218,21 @@ class RankSet:
     ) -> None:
         """Move output, records and results until every rank has come to an end."""
         __tracebackhide__ = True
-        started = looked = time.monotonic()
+        before = time.monotonic()
+        now = looked = 0.0  # on a clock that stands still while nobody attends to it
         failed: float | None = None
         look_every_s = min(1.0, watch.stuck_after_s / 5)
+        num_running = self.num_ranks
         while running := [rank for rank in self._ranks if rank.outcome is None]:
             raise_if_interrupted()
-            now = time.monotonic()
-            if timeout_s is not None and now - started > timeout_s:
+            if len(running) < num_running:  # it may have just released the others
+                num_running = len(running)
+                for rank in running:
+                    watch.moved(rank.rank)
+            # a callback that takes its time, or a pause of this process, is not theirs
+            now += min(time.monotonic() - before, _ATTENTION_S)
+            before = time.monotonic()
+            if timeout_s is not None and now > timeout_s:
                 raise self._stuck(
                     f"still running: timeout_s={timeout_s:g} is over", watch
                 )
@@ -213,21 +242,23 @@ class RankSet:
                 patience_s = _GRACE_S if all(r.began for r in running) else _STARTING_S
                 if now - failed > patience_s:
                     self._look(running, watch)
+                    self._take_hidden(running, watch)
                     raise failure_error(self._outcomes, watch)
             if now - looked >= look_every_s:
                 looked = now
                 for rank in running:
                     rank.ask()
-                    if rank.asked_s is not None and now - rank.asked_s > ANSWER_S * 4:
+                    if rank.silent_s > ANSWER_S * 4:
                         watch.moved(rank.rank)
-            some_ended = len(running) < self.num_ranks
-            still = watch.stuck([rank.rank for rank in running], some_ended)
-            begun = all(r.began for r in running) or now - started > _STARTING_S
-            if still and begun and failed is None:  # a failure explains more
+            still = watch.stuck([rank.rank for rank in running])
+            if still and failed is None:  # a failure explains more
                 why = f"stuck: no progress for {watch.stuck_after_s:g} s"
                 raise self._stuck(why, watch)
             pause_s = min(output.show() or 0.1, look_every_s)
             self._move(output, watch, on_record, pause_s)
+            for rank in running:
+                if rank.has_ended() and not rank.calls.poll():
+                    rank.died()
 
     def _move(
         self, output: Output, watch: Watch, on_record: OnRecord | None, pause_s: float
@@ -268,8 +299,7 @@ class RankSet:
             elif kind == "failed":
                 rank.outcome = body
             else:
-                rank.value = unpack(rank.calls.recv_bytes())
-                rank.outcome = body
+                rank.take_value(rank.calls.recv_bytes(), body)
         except (EOFError, ConnectionError):
             rank.died()
 
@@ -290,8 +320,27 @@ class RankSet:
             if sight := rank.last_words(ANSWER_S):
                 watch.last[rank.rank] = sight
 
+    def _take_hidden(self, ranks: Sequence[RankProcess], watch: Watch) -> None:
+        """Take what ranks have raised and not yet told, where nothing else explains.
+
+        An exception is told when the function has ended, and its ``finally`` may wait.
+        """
+        told = [o.failure for o in self._outcomes if o is not None and o.failure]
+        if any(not failure.consequence for failure in told):
+            return
+        for rank in ranks:
+            sight = watch.last[rank.rank]
+            if sight and sight.handled and not sight.handled.consequence:
+                rank.outcome = Outcome(
+                    failure=sight.handled, collective=sight.collective, group_open=True
+                )
+
     def _stuck(self, why: str, watch: Watch) -> Exception:
-        self._look([rank for rank in self._ranks if rank.outcome is None], watch)
+        running = [rank for rank in self._ranks if rank.outcome is None]
+        self._look(running, watch)
+        self._take_hidden(running, watch)
+        if self._some_failed:
+            return failure_error(self._outcomes, watch)
         verb = "are" if self._outcomes.count(None) > 1 else "is"
         if why.startswith("still"):
             verb = {"are": "were", "is": "was"}[verb]
@@ -311,7 +360,7 @@ class RankSet:
         while waiting and (left_s := until - time.monotonic()) > 0:
             waiting -= set(wait(list(waiting), left_s))
         self.kill()
-        left = [r.rank for r in self._ranks if r.process.exitcode is None]
+        left = [r.rank for r in self._ranks if r.exit_code is None]
         print(
             f"Interrupted: {len(running)} running rank(s) of {self.num_ranks} stopped "
             f"in {time.monotonic() - before:.1f} s, "
@@ -326,22 +375,51 @@ class RankSet:
                 while rank.open[stream] and (data := rank.read(stream)):
                     output.feed(rank.rank, stream, data)
 
-    def close(self) -> None:
-        """Let the ranks end by themselves, and make sure that they do."""
+    def close(self, patience_s: float = _LEAVING_S) -> None:
+        """Let the ranks end by themselves, and make sure that they do.
+
+        They end as `torch.multiprocessing.spawn`'s do: with their threads and exit
+        hooks done, whose output is shown.
+
+        Args:
+            patience_s: seconds after which they are ended; a line says so.
+        """
         with hold_interrupts():
             for rank in self._ranks:
                 rank.say_enough()
-            until = time.monotonic() + 2.0
-            for rank in self._ranks:
-                wait([rank.process.sentinel], max(0.0, until - time.monotonic()))
-            self.kill()
-            for rank in self._ranks:
-                rank.close()
+            output = Output(self.num_ranks, echo=self._echo)
+            try:
+                left = self._let_end(output, patience_s)
+            finally:
+                self.kill()
+                self._drain(output)
+                output.finish()
+                for rank in self._ranks:
+                    rank.close()
+            if left and patience_s >= _LEAVING_S:
+                print(
+                    f"{ranks_text(left)} had returned, but did not end within "
+                    f"{patience_s:g} s: threads or exit hooks that still ran there "
+                    "were cut off; join() what the function starts",
+                    file=sys.stderr,
+                )
+
+    def _let_end(self, output: Output, patience_s: float) -> list[int]:
+        """Wait until the ranks have ended; return those that have not in time."""
+        until = time.monotonic() + patience_s
+        while left := [rank for rank in self._ranks if not rank.has_ended()]:
+            if time.monotonic() > until:
+                return [rank.rank for rank in left]
+            raise_if_interrupted()
+            wait([rank.process.sentinel for rank in left], 0.02)
+            self._drain(output)
+            output.show()
+        return []
 
     def kill(self) -> None:
         """End every rank now, with the processes it has started."""
         with hold_interrupts():
-            _kill_all(self._ranks)
+            _kill_all(self._ranks, self._mark)
             self.alive = False
             self._store = None
 
@@ -353,12 +431,13 @@ class RankSet:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(_LEAVING_S if kind is None else _LEAVING_FAILED_S)
 
 
-def _kill_all(ranks: Sequence[RankProcess]) -> None:
+def _kill_all(ranks: Sequence[RankProcess], mark: str) -> None:
     for rank in ranks:
         rank.kill()
+    kill_marked(mark)
     for rank in ranks:
         rank.process.join(5.0)

@@ -16,9 +16,9 @@ from pathlib import Path
 from ddp_lab.errors import Failure, RankFailed, RanksStuck, signal_name
 from ddp_lab.ranks._calls import Outcome
 from ddp_lab.ranks._pickling import unpack
-from ddp_lab.ranks._watch import Row, Sight, Watch, stuck_table
+from ddp_lab.ranks._watch import POINT_TO_POINT, Row, Sight, Watch, stuck_table
 
-__all__ = ["died", "failure_error", "rows_of", "stuck_error"]
+__all__ = ["died", "failure_error", "ranks_text", "rows_of", "stuck_error"]
 
 Outcomes = Sequence[Outcome | None]  # by rank; None: it still runs
 
@@ -31,6 +31,7 @@ _LIKELY_CAUSE = {
     "SIGABRT": "native code gave up; its reason is in the output above",
     "SIGTERM": "ended from outside",
 }
+_GAVE_UP = "Watchdog caught collective operation timeout"  # (read, not run)
 _SIZES_DIFFER = "Received data size doesn't match expected size"
 
 
@@ -54,11 +55,14 @@ def died(
     if exit_code is not None and exit_code < 0:
         kind = signal_name(-exit_code)
         message = _LIKELY_CAUSE.get(kind, "the process was killed")
+        if gave_up := _GAVE_UP in last_output:
+            message = "nccl gave up waiting for the other ranks, and ended the process"
         if _SIZES_DIFFER in last_output:
             message = "two ranks gave tensors of different sizes to one collective"
         if kind == "SIGKILL" and peak_bytes:
             text = f"It had {peak_bytes / 2**30:.1f} GiB when last asked{_of_all()}\n"
     else:
+        gave_up = False
         kind = "exit"
         message = f"the process ended with exit code {exit_code}, fn did not return"
     failure = Failure(
@@ -67,6 +71,7 @@ def died(
         message=message,
         traceback=text,
         where=sight.where if sight else "",
+        consequence=gave_up,
         exit_code=exit_code,
     )
     return Outcome(failure=failure, at_s=time.monotonic())
@@ -104,10 +109,10 @@ def _row(rank: int, outcome: Outcome | None, watch: Watch) -> Row:
     if sight is None:
         return Row(rank, "running", "-", "gave no answer")
     state = "idle"
-    if watch.busy[rank]:
-        state = "running"
-    elif sight.in_collective:
+    if sight.waits:
         state = "waiting"
+    elif watch.busy[rank]:
+        state = "running"
     return Row(rank, state, sight.collective, sight.where)
 
 
@@ -123,7 +128,7 @@ def stuck_error(why: str, outcomes: Outcomes, watch: Watch) -> RanksStuck:
             stacks.append(f"Rank {row.rank}, innermost call last:\n{sight.stack}")
     ended = ("finished", "failed", "left out")
     open_ = [row.rank for row in rows if row.state not in ended]
-    lines = [f"{_ranks(open_)} of {len(rows)} {why}", stuck_table(rows)]
+    lines = [f"{ranks_text(open_)} of {len(rows)} {why}", stuck_table(rows)]
     hint = _hint(rows)
     return RanksStuck(
         "\n".join(lines + ([hint] if hint else [])),
@@ -132,7 +137,8 @@ def stuck_error(why: str, outcomes: Outcomes, watch: Watch) -> RanksStuck:
     )
 
 
-def _ranks(numbers: Sequence[int]) -> str:
+def ranks_text(numbers: Sequence[int]) -> str:
+    """ "ranks 0, 1" or "rank 1"."""
     plural = "s" if len(numbers) != 1 else ""
     return f"rank{plural} {', '.join(map(str, numbers))}"
 
@@ -145,16 +151,21 @@ def _hint(rows: Sequence[Row]) -> str:
     left_out = [row.rank for row in rows if row.state == "left out"]
     if waiting and left_out:
         return (
-            f"{_ranks(left_out)} did not run this: every rank must call every "
+            f"{ranks_text(left_out)} did not run this: every rank must call every "
             "collective, equally often"
+        )
+    if any(row.collective.split(" ")[0] in POINT_TO_POINT for row in waiting):
+        return (
+            "a message needs both ends: one recv for each send, and wait() on what "
+            "isend and irecv return, while its tensor is kept"
         )
     if waiting and left:
         return (
-            f"{_ranks(left)} returned without it: every rank must call every "
+            f"{ranks_text(left)} returned without it: every rank must call every "
             "collective, equally often"
         )
     if waiting and away:
-        return f"the others wait for {_ranks(away)} to call it too"
+        return f"the others wait for {ranks_text(away)} to call it too"
     if waiting and all(row.collective == "init_process_group" for row in waiting):
         return (
             "they wait to meet: leave RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as "

@@ -106,12 +106,12 @@ class Workers:
     @property
     def pids(self) -> list[int]:
         """The ranks' process ids, in rank order."""
-        return [process.pid or 0 for process in self._ranks.processes]
+        return self._ranks.pids
 
     @property
     def exit_codes(self) -> list[int | None]:
         """None for each rank that lives, minus the signal's number if it was killed."""
-        return [process.exitcode for process in self._ranks.processes]
+        return self._ranks.exit_codes
 
     def run(
         self,
@@ -169,11 +169,15 @@ class Workers:
             )
 
     def close(self) -> None:
-        """End the ranks; a second time it does nothing."""
+        """End the ranks; a second time it does nothing.
+
+        Raises:
+            BadInput: another thread's call still runs.
+        """
         if self._closed:
             return
-        self._closed = True
-        with hold_interrupts():
+        with hold_interrupts(), self._one_call():
+            self._closed = True
             if not self._why_new():
                 with contextlib.suppress(Exception):
                     self._leave_group()  # nccl warns when a process forgets to
@@ -278,7 +282,10 @@ class Workers:
         """Whether the next collective of one rank would meet another's last one."""
         if any(failure.consequence for failure in error.failures):
             return True
-        counts = self._ranks.call(pack_call(_num_collectives, (), {}), echo=False)
+        try:
+            counts = self._ranks.call(pack_call(_num_collectives, (), {}), echo=False)
+        except RankFailed:  # torch has no such count: the error at hand is the news
+            return True
         return None in counts or len(set(counts)) > 1
 
     def _lose_group(self, why: str) -> None:

@@ -12,6 +12,7 @@ Whoever waits in vain says who is missing, and on which host as far as that is k
 """
 
 import datetime
+import errno
 import itertools
 import json
 import os
@@ -91,7 +92,7 @@ def _meet(ranks: Mapping[str, int], timeout_s: float, by_gloo: bool) -> dist.Sto
     tcp_store = _open_store(rank, host, port, listener, timeout_s)
     # two jobs may have been given one port: each keeps to its own part of the store
     store = dist.PrefixStore(f"ddp_lab/{_run_id()}", tcp_store)
-    everybody = _check_in(store, ranks, timeout_s)
+    everybody = _check_in(store, ranks, timeout_s, "gloo" if by_gloo else "nccl")
     if by_gloo:
         _check_addresses(everybody, host, port)
     return dist.PrefixStore(f"group/{everybody[0]['nonce']}", store)
@@ -114,12 +115,21 @@ def _run_id() -> str:
 
 
 def _listen(host: str, port: int, only_here: bool) -> socket.socket:
-    """Listen where the ranks will meet: for other hosts only if there are any."""
+    """Listen where the ranks will meet, and nowhere else if that can be.
+
+    MASTER_ADDR names one interface of this machine. If it does not, as behind a
+    router or a service that forwards to us, all of them listen. With other hosts the
+    loopback would be of no use: a machine's own name often leads there.
+    """
     try:
-        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
-        if only_here and str(address).startswith(("127.", "::1")):
-            family = socket.AF_INET6 if ":" in str(address) else socket.AF_INET
-            return socket.create_server((str(address), port), family=family)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for family, _, _, _, address in found:
+            if only_here or not str(address[0]).startswith(("127.", "::1")):
+                try:
+                    return socket.create_server(address, family=family)
+                except OSError as error:
+                    if error.errno != errno.EADDRNOTAVAIL:  # of another machine
+                        raise
         if socket.has_dualstack_ipv6():
             return socket.create_server(
                 ("", port), family=socket.AF_INET6, dualstack_ipv6=True
@@ -193,7 +203,7 @@ def _wait_for_port(rank: int, host: str, port: int, timeout_s: float) -> None:
 
 
 def _check_in(
-    store: dist.Store, ranks: Mapping[str, int], timeout_s: float
+    store: dist.Store, ranks: Mapping[str, int], timeout_s: float, backend: str
 ) -> list[dict[str, Any]]:
     """Say hello until rank 0 has heard everybody; return who everybody is, by rank."""
     rank, world_size = ranks["rank"], ranks["world_size"]
@@ -201,6 +211,7 @@ def _check_in(
         "nonce": uuid.uuid4().hex,
         "host": socket.gethostname(),
         "world_size": world_size,
+        "backend": backend,
         "gloo_address": _gloo_address(),
     }
     hello = [f"hello/{r}" for r in range(world_size)]
@@ -270,6 +281,14 @@ def _agreed(everybody: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 f"{len(everybody)}, but rank {rank} on {they['host']} "
                 f"{they['world_size']}: it must be the number of ranks, and the same "
                 "for all of them"
+            )
+        if they["backend"] != everybody[0]["backend"]:
+            on = {"nccl": "a GPU (nccl)", "gloo": "the CPU (gloo)"}
+            raise BadInput(
+                f"rank 0 on {everybody[0]['host']} computes on "
+                f"{on[everybody[0]['backend']]}, but rank {rank} on {they['host']} on "
+                f"{on[they['backend']]}: give every rank a GPU, or all of them "
+                "--device cpu"
             )
     return everybody
 

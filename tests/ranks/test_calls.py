@@ -171,6 +171,11 @@ def test_a_labs_error_keeps_its_class(warm):
     assert str(caught.value.failures[0].exception) == "nothing to train on"
 
 
+def test_a_value_that_cannot_be_rebuilt(warm):
+    with pytest.raises(RankFailed, match="rank 0 of 2 failed: KeyError: it returned"):
+        warm.run(on_ranks.OnlyHere)
+
+
 def test_a_value_that_cannot_return(warm):
     with pytest.raises(RankFailed, match="`the return value` is a generator"):
         warm.run(lambda: (i for i in range(3)))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import psutil
@@ -18,8 +19,9 @@ import torch
 
 import rank_functions as on_ranks
 from ddp_lab.errors import BadInput, NotSendable, RankFailed
+from ddp_lab.ranks import _rank_set
 from ddp_lab.ranks.launch import launch, shared
-from kernel import cmd, descendants
+from kernel import cmd, descendants, wait_gone
 
 
 def children():
@@ -50,6 +52,53 @@ def test_values_in_rank_order_and_no_line_is_lost(capsys):
         for line in range(num_lines)
     ]
     assert lines == expected
+
+
+def test_nothing_that_a_rank_has_started_outlives_it(tmp_path):
+    """Nor does such a process hide that its rank has gone."""
+    with pytest.raises(RankFailed, match="rank 1 of 2 failed: SIGKILL"):
+        launch(on_ranks.leave_things_behind, tmp_path)
+    pids = [int(p) for rank in "01" for p in (tmp_path / rank).read_text().split()]
+    assert len(pids) == 4
+    assert wait_gone([p for p in psutil.process_iter() if p.pid in pids]) == []
+
+
+def test_threads_and_exit_hooks_end_as_they_would(tmp_path, capsys):
+    launch(on_ranks.leave_work_to_others, tmp_path)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    names = ("hook", "returned", "thread")
+    assert left == sorted(f"{name}{rank}" for name in names for rank in range(2))
+    assert capsys.readouterr().out == "late\n[rank 1] late\n"
+
+
+def test_a_thread_that_never_ends_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(_rank_set, "_LEAVING_S", 0.5)
+    launch(on_ranks.leave_a_thread_that_never_ends, num_ranks=1)
+    assert capsys.readouterr().err == (
+        "rank 0 had returned, but did not end within 0.5 s: threads or exit hooks that "
+        "still ran there were cut off; join() what the function starts\n"
+    )
+
+
+def test_several_threads_launch(capfd):
+    """Each start borrows what belongs to the whole process."""
+    main = sys.modules["__main__"]
+    with ThreadPoolExecutor(3) as pool:
+        launches = [
+            pool.submit(launch, on_ranks.who_am_i, num_ranks=1) for _ in range(3)
+        ]
+        assert [one.result() for one in launches] == [[(0, 1)]] * 3
+    assert sys.modules["__main__"] is main
+    os.write(2, b"heard\n")
+    assert capfd.readouterr().err == "heard\n"
+
+
+def test_windows_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(
+        BadInput, match="ranks need Linux or macOS: on Windows, work in"
+    ):
+        launch(on_ranks.who_am_i)
 
 
 def test_a_failure(capsys):

@@ -228,7 +228,7 @@ launch(chat, num_ranks=3)
     for rank in range(3):
         assert f"line 99999 of rank {rank}\n" in cell.stdout
         path = cell.stdout.partition(f"[rank {rank}: too much")[2].split("is in ")[1]
-        path = path.split(",")[0]
+        path = path.split(" until the kernel ends,")[0]
         with open(path) as file:
             lines = file.read().splitlines()
         assert lines == [f"line {n} of rank {rank}" for n in range(100_000)]

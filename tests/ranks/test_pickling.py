@@ -3,13 +3,22 @@
 import functools
 import os
 import pickle
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ddp_lab.errors import NotSendable
-from ddp_lab.ranks._pickling import pack, pack_call, shared, unpack, unpack_call
+from ddp_lab.ranks._pickling import (
+    _cell_name,
+    pack,
+    pack_call,
+    shared,
+    unpack,
+    unpack_call,
+)
 
 
 def there_and_back(value):
@@ -76,6 +85,34 @@ def test_one_copy_of_what_is_shared():
     found["images"][0] = 9.0
     assert data["images"][0] == 9.0
     assert kwargs["again"]["images"][0] == 9.0
+
+
+@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+def test_shared_whatever_torchs_strategy_is(warm, strategy, monkeypatch):
+    """Also on the second call, and if the function knows the tensor by itself."""
+
+    def write(given, value):
+        given[int(os.environ["RANK"])] = value
+        data[2] = value
+        return given.data_ptr() == data.data_ptr()
+
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy(strategy)
+    try:
+        data = torch.zeros(3)
+        for value in (5.0, 6.0):
+            assert warm.run(write, shared(data), value) == [True, True]
+            assert data.tolist() == [value] * 3
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
+
+def test_cells_of_an_older_ipython(monkeypatch):
+    shell = SimpleNamespace(compile=object())
+    ipython = SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    assert _cell_name("<ipython-input-5-0f1e2d3c4b5a>") == "Cell In[5]"
+    assert _cell_name("module.py") is None
 
 
 def test_shared_memory_by_accident_is_copied():

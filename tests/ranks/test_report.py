@@ -35,6 +35,15 @@ def test_who_was_first(outcomes, order):
     assert str(error).startswith(f"rank {order[0]} of 2 failed: ")
 
 
+def test_a_rank_that_nccl_ended_while_it_waited_is_not_the_cause():
+    """Its words are those of torch's library; nccl itself has not run here."""
+    words = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5"
+    waited = died(0, -signal.SIGABRT, None, words)
+    assert waited.failure.consequence
+    error = failure_error([waited, failed(1, at_s=1e12)], Watch(2, 30.0))
+    assert [failure.rank for failure in error.failures] == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("name", "cause"),
     [

@@ -5,7 +5,11 @@ of our own and ranks that only play a part; real ranks show what the verdict say
 """
 
 import inspect
+import json
+import linecache
 import socket
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +19,7 @@ from ddp_lab.ranks import _main, _rank_set, _watch
 from ddp_lab.ranks._calls import Outcome
 from ddp_lab.ranks._rank_set import RankSet
 from ddp_lab.ranks._report import rows_of
-from ddp_lab.ranks._watch import Sight, Watch, sight_from_dump
+from ddp_lab.ranks._watch import Sight, Watch, last_collective, sight_from_dump
 from ddp_lab.rendezvous import meeting
 
 STUCK_AFTER_S = 1.0
@@ -35,7 +39,6 @@ SHAPES = {
     "barrier_missed": [(W, "barrier #2"), (F, "all_reduce #1")],
     "other_order": [(W, "all_reduce #1"), (W, "broadcast #1")],
     "returned_early": [(W, "all_reduce #3"), (F, "all_reduce #2")],
-    "sleeping_loader": [(W, "all_reduce #1"), ("idle", "-")],
     "recv_without_send": [(W, "recv"), (F, "-")],
 }
 
@@ -58,14 +61,11 @@ def test_shape(name, request):
     rows = [(row.state, row.collective) for row in error.rows]
     assert rows == SHAPES[name]
     assert error.rows[0].where == line_of(fn)
-    if name == "other_order":
+    if name == "recv_without_send":
+        assert "one recv for each send" in str(error)
+    elif name == "other_order":
         assert error.rows[1].where == line_of(fn, "# HERE TOO")
         assert "different collectives" in str(error)
-    elif name == "sleeping_loader":
-        assert error.rows[1].where == line_of(
-            rank_functions.SleepyDataset.__getitem__, "# HERE TOO"
-        )
-        assert "wait for rank 1" in str(error)
     else:
         assert "rank 1 returned without it" in str(error)
 
@@ -106,6 +106,7 @@ class Leap:
 def leap(monkeypatch):
     leap = Leap(_rank_set.time)
     monkeypatch.setattr(_rank_set, "time", leap)
+    monkeypatch.setattr(_rank_set, "_ATTENTION_S", 1e9)  # or a leap would not count
     return leap
 
 
@@ -117,7 +118,7 @@ def test_endless_loop_ends_with_the_time_limit(doomed, leap, monkeypatch):
         def saw(self, rank, sight):
             super().saw(rank, sight)
             first, second = self.last
-            if first and second and first.in_collective and second.where.endswith(loop):
+            if first and second and first.waits and second.where.endswith(loop):
                 leap.ahead_s = 1000.0  # both are where they will stay
 
     monkeypatch.setattr(_rank_set, "Watch", Follow)
@@ -161,10 +162,10 @@ def test_a_failure_is_told_though_others_have_waited_for_long(
     enough = tmp_path / "enough"
 
     class Follow(Watch):
-        def stuck(self, running, some_ended):
-            if self.still(0):
+        def stuck(self, running):
+            if self.still(0, running):
                 enough.touch()
-            return super().stuck(running, some_ended)
+            return super().stuck(running)
 
     monkeypatch.setattr(_rank_set, "Watch", Follow)
     fn = rank_functions.raised
@@ -183,20 +184,52 @@ def test_torchs_own_time_limit_is_no_riddle(warm):
     assert "Timed out" in caught.value.stacks
 
 
-def test_computing_is_not_stuck(warm, tmp_path, monkeypatch):
-    """However often somebody looks, and though the other rank has returned."""
-    looks = []
+@pytest.mark.parametrize("name", rank_functions.HONEST)
+def test_what_may_end_by_itself_is_left_alone(name, warm, tmp_path, monkeypatch):
+    """However long the other rank has waited for it by then."""
 
-    class Count(Watch):
-        def stuck(self, running, some_ended):
-            looks.append(some_ended)
-            if looks.count(True) == 12:  # twice as long as a rank may stand still
+    class Follow(Watch):
+        def stuck(self, running):
+            if self.still(0, running) and self._still[0].seconds > 4 * STUCK_AFTER_S:
                 (tmp_path / "enough").touch()
-            return super().stuck(running, some_ended)
+            return super().stuck(running)
 
-    monkeypatch.setattr(_rank_set, "Watch", Count)
-    fn = rank_functions.compute_until
-    assert warm.run(fn, tmp_path / "enough", stuck_after_s=0.5) == [1, 1]
+    monkeypatch.setattr(_rank_set, "Watch", Follow)
+    fn = rank_functions.wait_honestly
+    ended = warm.run(fn, name, tmp_path / "enough", stuck_after_s=STUCK_AFTER_S / 4)
+    assert ended == ["waited", name]
+
+
+@pytest.mark.parametrize("clean_up", ["leave_the_group", "sleep"])
+def test_an_exception_reaches_the_caller_though_its_finally_waits(
+    clean_up, doomed, leap, monkeypatch
+):
+    class Follow(Watch):
+        def saw(self, rank, sight):
+            super().saw(rank, sight)
+            if clean_up == "sleep" and all(
+                s and (s.waits or s.handled) for s in self.last
+            ):
+                leap.ahead_s = 1000.0
+
+    monkeypatch.setattr(_rank_set, "Watch", Follow)
+    fn = rank_functions.raise_and_clean_up
+    options = {"stuck_after_s": STUCK_AFTER_S, "timeout_s": 1000.0}
+    with pytest.raises(
+        RankFailed, match="rank 1 of 2 failed: ValueError: boom"
+    ) as error:
+        doomed.run(fn, clean_up, **options)
+    (failure,) = error.value.failures
+    assert failure.where == line_of(fn)
+    assert "raise ValueError" in failure.traceback
+    assert error.value.others == (f"rank 0: waiting, {line_of(fn, '# HERE TOO')}",)
+
+
+def test_a_wait_that_spins_is_a_wait(doomed):
+    """The handle of isend is dropped: gloo then spins in the barrier."""
+    error = stuck(doomed, rank_functions.drop_a_handle)
+    assert [row.state for row in error.rows] == [W, W]
+    assert "wait() on what isend and irecv return" in str(error)
 
 
 # The parent's loop, on a clock of its own, with ranks that play a part --------------
@@ -223,20 +256,20 @@ def clock(monkeypatch):
     return clock
 
 
-def sight(mark=1, cpu_s=0.0, collective="-", in_collective=False):
+def sight(mark=1, cpu_s=0.0, collective="-", waits=False):
     return Sight(
         where="here",
         stack="",
         mark=(("file", mark),),
         cpu_s=cpu_s,
         collective=collective,
-        in_collective=in_collective,
+        waits=waits,
     )
 
 
 def waits(now):
     """Plays a rank that waits in a collective, from the start on."""
-    return sight(in_collective=True)
+    return sight(waits=True)
 
 
 def computes(now):
@@ -271,6 +304,7 @@ class Player:
     def __init__(self, rank, part, begins_at_s):
         self.rank, self.part, self.begins_at_s = rank, part, begins_at_s
         self.outcome = self.asked_s = None
+        self.calls = self
         self.asked_at_s = []
         self.began = False
 
@@ -284,6 +318,13 @@ class Player:
         elif does is not None and self.asked_s is not None:
             watch.saw(self.rank, does)
             self.asked_s = None
+
+    def has_ended(self):
+        return False
+
+    @property
+    def silent_s(self):
+        return 0.0 if self.asked_s is None else _rank_set.time.now - self.asked_s
 
     def ask(self):
         if self.asked_s is None:
@@ -320,22 +361,21 @@ class Play(RankSet):
 
 
 @pytest.mark.parametrize("stuck_after_s", [0.5, 2.0, 30.0])
-@pytest.mark.parametrize("parts", [(waits, waits), (waits, sleeps), (waits, ends)])
+@pytest.mark.parametrize("parts", [(waits, waits), (waits, ends)])
 def test_a_deadlock_is_found_soon(clock, parts, stuck_after_s):
     words, when_s = Play(clock, *parts).verdict(stuck_after_s)
     assert f"stuck: no progress for {stuck_after_s:g} s" in words
     assert stuck_after_s <= when_s < stuck_after_s + 2.0
 
 
-@pytest.mark.parametrize("then", [waits, sleeps, ends])
+@pytest.mark.parametrize("then", [waits, ends])
 def test_it_counts_from_the_last_ranks_last_move(clock, then):
     words, when_s = Play(clock, waits, at(100.0, then)).verdict()
     assert "stuck: no progress for 2 s" in words
-    earliest_s = 100.0 if then is ends else 102.0  # the other has waited long enough
-    assert earliest_s <= when_s < earliest_s + 2.0
+    assert 102.0 <= when_s < 104.0  # its end may have released the other
 
 
-@pytest.mark.parametrize("part", [computes, says_nothing])
+@pytest.mark.parametrize("part", [computes, sleeps, says_nothing])
 def test_only_a_time_limit_ends_what_may_be_work(clock, part):
     words, when_s = Play(clock, waits, part).verdict(timeout_s=12.0)
     assert "timeout_s=12 is over" in words
@@ -365,12 +405,7 @@ def test_a_rank_that_is_still_starting_is_given_time(clock):
 
     late = at(7.0, at(8.0, ends, before=works), before=sleeps)
     _, when_s = Play(clock, waits, late, begins_at_s=7.0).verdict()
-    assert 8.0 <= when_s < 10.0
-
-
-def test_a_rank_that_never_starts_is_not_waited_for(clock):
-    _, when_s = Play(clock, waits, sleeps, begins_at_s=1e9).verdict()
-    assert 10.0 <= when_s < 12.0
+    assert 10.0 <= when_s < 12.0  # and may have released the other
 
 
 def test_ranks_are_asked_once_a_second(clock):
@@ -391,30 +426,48 @@ def watch_each(watch, clock, until_s, *sights):
             watch.saw(rank, seen)
 
 
-def watch_twice(clock, first, second, after_s=3.0):
+def watch_twice(clock, first, second, other=None, after_s=3.0):
     watch = Watch(2, stuck_after_s=2.0)
-    waiting = sight(in_collective=True)
+    other = other or sight(waits=True, collective="barrier #1")
     watch.saw(0, first)
-    watch.saw(1, waiting)
-    watch_each(watch, clock, after_s - 0.5, first, waiting)
+    watch.saw(1, other)
+    watch_each(watch, clock, after_s - 0.5, first, other)
     clock.now = after_s
     watch.saw(0, second)
-    watch.saw(1, waiting)
-    return watch.stuck([0, 1], some_ended=False)
+    watch.saw(1, other)
+    return watch.stuck([0, 1])
 
 
 @pytest.mark.parametrize(
     ("second", "expected"),
     [
-        (sight(), True),
-        (sight(cpu_s=0.06), True),  # helper threads
-        (sight(cpu_s=0.5), False),  # computes
-        (sight(mark=2), False),  # is elsewhere
-        (sight(collective="barrier #2"), False),
+        (sight(waits=True), True),
+        (sight(waits=True, cpu_s=0.06), True),  # helper threads
+        (sight(waits=True, cpu_s=3.0), True),  # spins
+        (sight(waits=True, mark=2), False),  # is elsewhere
+        (sight(waits=True, collective="barrier #2"), False),
+        (sight(), False),  # waits for something else
     ],
 )
 def test_what_counts_as_progress(clock, second, expected):
-    assert watch_twice(clock, sight(), second) is expected
+    assert watch_twice(clock, sight(waits=True), second) is expected
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "carries"),
+    [
+        ("all_reduce #1", "all_reduce #1", True),
+        ("all_reduce #1", "all_reduce #2", False),
+        ("send", "recv", True),
+        ("recv", "barrier #1", False),
+    ],
+)
+def test_where_ranks_meet_much_data_may_flow(clock, first, other, carries):
+    """Then CPU time is progress: somebody copies."""
+    before = sight(waits=True, collective=first)
+    after = sight(waits=True, collective=first, cpu_s=1.0)
+    at_the_other_end = sight(waits=True, collective=other)
+    assert watch_twice(clock, before, after, at_the_other_end) is not carries
 
 
 @pytest.mark.parametrize(
@@ -431,42 +484,114 @@ def test_who_used_the_cpu_between_two_looks_is_running(clock, cpu_s, busy):
 
 
 def test_not_before_the_time(clock):
-    assert not watch_twice(clock, sight(), sight(), after_s=1.9)
+    waiting = sight(waits=True)
+    assert not watch_twice(clock, waiting, waiting, after_s=1.9)
 
 
 def test_output_counts_as_progress(clock):
     watch = Watch(1, stuck_after_s=2.0)
-    watch.saw(0, sight(in_collective=True))
-    watch_each(watch, clock, 1.5, sight(in_collective=True))
+    watch.saw(0, sight(waits=True))
+    watch_each(watch, clock, 1.5, sight(waits=True))
     watch.moved(0)
-    watch_each(watch, clock, 3.5, sight(in_collective=True))
-    assert not watch.stuck([0], some_ended=True)
-    watch_each(watch, clock, 4.0, sight(in_collective=True))
-    assert watch.stuck([0], some_ended=True)
+    watch_each(watch, clock, 3.5, sight(waits=True))
+    assert not watch.stuck([0])
+    watch_each(watch, clock, 4.0, sight(waits=True))
+    assert watch.stuck([0])
 
 
 def test_a_pause_of_all_processes_is_not_rest(clock):
     """Ctrl-Z and fg, or a laptop's lid: nobody moved, as nobody could."""
     watch = Watch(1, stuck_after_s=2.0)
-    watch_each(watch, clock, 1.0, sight(in_collective=True))
+    watch_each(watch, clock, 1.0, sight(waits=True))
     clock.now += 3600.0
-    watch.saw(0, sight(in_collective=True))
-    assert not watch.stuck([0], some_ended=True)
+    watch.saw(0, sight(waits=True))
+    assert not watch.stuck([0])
 
 
 def test_a_rank_that_does_not_answer_is_not_still(clock):
     """It may hold the interpreter's lock, and compute."""
     watch = Watch(1, stuck_after_s=2.0)
-    watch_each(watch, clock, 1.5, sight(in_collective=True))
+    watch_each(watch, clock, 1.5, sight(waits=True))
     clock.now = 60.0
-    assert not watch.stuck([0], some_ended=True)
+    assert not watch.stuck([0])
 
 
-def test_sleeping_alone_is_no_deadlock(clock):
+def test_sleeping_is_no_deadlock(clock):
     watch = Watch(1, stuck_after_s=2.0)
     watch_each(watch, clock, 5.0, sight())
-    assert not watch.stuck([0], some_ended=False)
-    assert watch.stuck([0], some_ended=True)
+    assert not watch.stuck([0])
+
+
+NCCL = {
+    "profiling_name": "nccl:all_reduce",
+    "collective_seq_id": 7,
+    "time_created_ns": 2**62,
+    "process_group": ["0", "default_pg"],
+    "retired": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [
+        ({"state": "started"}, True),
+        ({"state": "scheduled"}, False),  # behind the GPU's other work
+        ({"state": "completed", "retired": True}, False),
+    ],
+)
+def test_nccls_recorder(monkeypatch, changes, waits):
+    """A recorder that plays nccl's: the real one has not run here."""
+    older = NCCL | {"profiling_name": "nccl:broadcast", "time_created_ns": 2**61}
+    entries = {"entries": [older, NCCL | changes]}
+    fake = SimpleNamespace(
+        _dump_nccl_trace_json=lambda: json.dumps(entries),
+        _dump_fr_trace_json=lambda: json.dumps({"entries": []}),
+    )
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", fake)
+    open_group = SimpleNamespace(is_initialized=lambda: True)
+    monkeypatch.setitem(sys.modules, "torch.distributed", open_group)
+    assert last_collective() == ("all_reduce #7", waits, "0")
+
+
+@pytest.mark.parametrize(
+    ("line", "waits"),
+    [
+        ("total = work.wait()", True),
+        ("print(loss.item())", True),
+        ("torch.cuda.synchronize()", True),
+        ("answer = input()", False),
+        ("subprocess.run(command)", False),
+    ],
+)
+def test_who_waits_for_what_it_began_before(monkeypatch, line, waits):
+    monkeypatch.setitem(linecache.cache, "cell", (1, None, [f"{line}\n"], "cell"))
+    assert _watch._awaits([("cell", 1, "train")]) is waits
+
+
+def test_backward_waits_for_ddps_sums():
+    from torch.autograd import graph
+
+    assert hasattr(graph, _watch._BACKWARD)
+    assert _watch._awaits([("cell", 1, "train"), (graph.__file__, 1, _watch._BACKWARD)])
+
+
+@pytest.mark.parametrize("part", [computes, waits])
+def test_a_pause_of_the_parent_is_not_the_ranks(clock, part):
+    """SIGSTOP and SIGCONT, or a callback for records that takes its time."""
+    ranks = Play(clock, part, at(6.0, fails))
+    move = ranks._move
+
+    def pause(*arguments):
+        if 5.0 < clock.now < 6.0:
+            clock.now += 3600.0  # and rank 1 has failed meanwhile
+            ranks._ranks[0].part = ends
+        else:
+            move(*arguments)
+
+    ranks._move = pause
+    ranks._pump(ranks, Watch(2, 30.0), 100.0, None)
+    assert ranks._ranks[0].outcome.failure is None
+    assert ranks._some_failed
 
 
 def test_faulthandlers_text():
@@ -482,7 +607,7 @@ def test_faulthandlers_text():
     found = sight_from_dump(text)
     assert found is not None
     assert found.where == "Cell In[9], line 7"
-    assert found.in_collective
+    assert found.waits
     assert sight_from_dump("") is None
 
 

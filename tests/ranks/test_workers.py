@@ -1,5 +1,6 @@
 """Workers: what stays between calls, and what is replaced, and that it is told."""
 
+import gc
 import os
 import re
 import signal
@@ -7,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -15,6 +18,7 @@ import torch.distributed as dist
 
 import rank_functions as on_ranks
 from ddp_lab.errors import BadInput, RankFailed, RanksStuck
+from ddp_lab.ranks import workers
 from ddp_lab.ranks.workers import Workers
 from kernel import wait_gone
 
@@ -84,10 +88,42 @@ def test_a_stuck_set_is_replaced(warm, capsys):
 
 def test_a_rank_that_dies_while_idle(warm, capsys):
     os.kill(warm.pids[1], signal.SIGKILL)
-    warm._ranks.processes[1].join(60)
+    while warm.exit_codes[1] is None:
+        time.sleep(0.01)
     assert warm.exit_codes == [None, -signal.SIGKILL]
     assert warm.run(on_ranks.meet_and_sum) == [1.0, 1.0]
     assert "because rank 1 was ended by SIGKILL" in capsys.readouterr().out
+
+
+def test_not_closed_while_another_thread_calls(warm, tmp_path):
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(warm.run, on_ranks.sleep_until, tmp_path / "enough")
+        while not warm._busy.locked():
+            time.sleep(0.01)
+        with pytest.raises(BadInput, match="run a call already, from another thread"):
+            warm.close()
+        (tmp_path / "enough").touch()
+        assert call.result() == [None, None]
+    assert warm.run(on_ranks.who_am_i) == [(0, 2), (1, 2)]
+
+
+def test_values_are_the_callers(warm):
+    values = warm.run(torch.ones, 3)
+    kept = weakref.ref(values[0])
+    del values
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_name_that_torch_no_longer_has_hides_no_error():
+    def fail():
+        workers._num_collectives = None
+        raise ValueError("the learner's own")
+
+    with Workers(1, init=True) as ranks:
+        with pytest.raises(RankFailed, match="ValueError: the learner's own"):
+            ranks.run(fail)
+        assert ranks.run(on_ranks.sum_of_ranks) == [0.0]
 
 
 def test_the_group_stays(joined):
