@@ -15,9 +15,9 @@ In float32 a rounding difference is a visible one after two steps: BatchNorm div
 the deviation of 32 images, which is near 0 for some channels of the last layers. So two
 steps are compared: to 1e-5, 25 times what was seen, and to 2e-3, 10 times. (The losses
 of the later steps are there to be looked at, not to be compared.) In float64 three
-steps are compared to 1e-9. That holds for processors that draw the same initial weights, as
-all with AVX2 do; elsewhere torch's normal distribution rounds otherwise, and only the
-first loss is comparable, to 1e-6.
+steps are compared to 1e-9. That holds for processors that draw the same initial
+weights, as all with AVX2 do; elsewhere torch's normal distribution rounds otherwise,
+and only the first loss is comparable, to 1e-6.
 """
 
 import json
