@@ -95,6 +95,8 @@ class TrainConfig:
     """Rate over the run; cosine: down to 0; onecycle: up for 30 %, then to 0."""
     precision: Literal["float32", "float64"] = "float32"
     """Of weights and arithmetic; float64 is slow, and for proofs."""
+    deterministic: bool = False
+    """Only algorithms that give the same bits again, and no TF32; slower on GPUs."""
     seed: int = 0
     """Decides initial weights, order of the images and augmentation."""
 
@@ -125,6 +127,9 @@ class TrainConfig:
     """Optimiser steps between lines of history.jsonl, which average over them."""
 
     def __post_init__(self) -> None:
+        for name in ("data_dir", "out", "resume"):
+            if (path := getattr(self, name)) is not None:  # a shell keeps the ~ of =~
+                object.__setattr__(self, name, Path(path).expanduser())
         for name, kind in get_type_hints(TrainConfig).items():
             allowed = get_args(kind)
             value = getattr(self, name)

@@ -20,16 +20,20 @@ height and width in pixels.
 import functools
 import itertools
 import math
+import os
+import signal
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ddp_lab.config import TrainConfig, mix_seed
 from ddp_lab.datasets import ImageSet, ImagesInMemory, ImagesOnDisk
-from ddp_lab.errors import BadInput
+from ddp_lab.errors import STOP_SIGNALS, BadInput
 from ddp_lab.world import World
 
 __all__ = [
@@ -89,6 +93,7 @@ class Batches:
             self._images = split.images.to(device)  # on the CPU: the same memory
             self._labels = split.labels.to(device)
         else:
+            _check_sockets(num_workers)
             self._loader = DataLoader(
                 split,
                 batch_size=batch_size,
@@ -97,6 +102,7 @@ class Batches:
                 drop_last=num_batches * batch_size <= len(indices),
                 pin_memory=device.type == "cuda",
                 persistent_workers=num_workers > 0,
+                worker_init_fn=_outlive_signals,
                 generator=torch.Generator(),  # starting it draws no number of dropout's
             )
 
@@ -147,6 +153,41 @@ class Batches:
             raise BadInput(message.split("BadInput: ")[-1]) from None
 
 
+_SOCKET_BYTES = 107 - len("/pymp-12345678/listener-12345678")
+
+
+def _check_sockets(num_workers: int) -> None:
+    """Refuse a folder in which workers would wait for ever: their socket has no name.
+
+    They hand over tensors by a socket in a folder of multiprocessing's; the system
+    takes 107 bytes as its name, and the error is lost in a thread.
+    """
+    folder = tempfile.gettempdir()
+    if num_workers and len(os.fsencode(folder)) > _SOCKET_BYTES:
+        raise BadInput(
+            f"the folder for temporary files, {folder}, has too long a name for the "
+            f"sockets of DataLoader workers: set TMPDIR to one of at most "
+            f"{_SOCKET_BYTES} bytes, such as /tmp, or use --num-workers 0"
+        )
+
+
+def _outlive_signals(worker: int) -> None:
+    """Leave it to the rank to stop when asked: it needs its workers to end the step.
+
+    Clusters send SIGTERM to all processes of a job, and a worker would die of it first.
+    The one that its own rank sends still ends it.
+    """
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        threading.Thread(target=_heed_the_rank, daemon=True).start()
+
+
+def _heed_the_rank() -> None:
+    while signal.sigwaitinfo(STOP_SIGNALS).si_pid != os.getppid():
+        pass
+    os._exit(0)
+
+
 class TrainSampler(DistributedSampler[Any]):
     """`DistributedSampler`, without its padding, and able to begin in mid-epoch.
 
@@ -172,6 +213,21 @@ class TrainSampler(DistributedSampler[Any]):
         return len(shard_indices(num_samples, self.rank, self.num_replicas))
 
 
+def _check_has_length(split: Any) -> None:
+    """Refuse a stream: a rank's share is a set of numbers, and its samples have none.
+
+    torch hands every rank, and every worker of its loader, the whole stream.
+    """
+    if isinstance(split, IterableDataset) or not hasattr(split, "__len__"):
+        raise BadInput(
+            f"{type(split).__name__} is a stream (an IterableDataset): every rank "
+            "would get all of it. Let its __iter__ take this rank's part, "
+            "itertools.islice(stream, rank, None, world_size), and of that each "
+            "worker's, by torch.utils.data.get_worker_info(); then use your own "
+            "DataLoader and loop"
+        )
+
+
 def train_loader(
     data: ImageSet, config: TrainConfig, world: World, batch_size: int
 ) -> Batches:
@@ -182,7 +238,11 @@ def train_loader(
         config: uses seed, augmentation, image size, number of workers.
         world: decides the shard and the device.
         batch_size: images in each batch of this rank, the micro-batch size.
+
+    Raises:
+        BadInput: the data set is a stream.
     """
+    _check_has_length(data.train)
 
     @functools.lru_cache(maxsize=1)
     def draws_of(epoch: int) -> torch.Tensor:
@@ -226,6 +286,8 @@ def eval_loader(
     Ranks may have different numbers of batches, some none: use no collective in the
     loop over them.
     """
+
+    _check_has_length(data.test)
 
     def finish(images: torch.Tensor, _: torch.Tensor, __: int) -> torch.Tensor:
         return _normalise(images, data, config)

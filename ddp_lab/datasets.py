@@ -11,6 +11,10 @@ Letters in shapes: N samples, C channels (3), H and W height and width in pixels
 import hashlib
 import math
 import os
+import unicodedata
+import warnings
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,17 +60,30 @@ class ImagesInMemory:
 class ImagesOnDisk(TorchDataset[tuple[torch.Tensor, int, int]]):
     """Image files, decoded when they are needed, by DataLoader workers.
 
+    The paths are kept as the bytes of one tensor: a list of a million would be copied,
+    page by page, into every worker that looks at it.
+
     Args:
         samples: path and label of each image.
         image_size: the shorter side is resized to this, then the centre is cut out.
     """
 
-    def __init__(self, samples: list[tuple[str, int]], image_size: int) -> None:
-        self.samples = samples
+    def __init__(self, samples: Sequence[tuple[str, int]], image_size: int) -> None:
+        names = [os.fsencode(path) for path, _ in samples]
+        self._bytes = torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8)
+        self._ends = torch.tensor([len(name) for name in names]).cumsum(0)
+        self.labels = torch.tensor([label for _, label in samples])
         self.image_size = image_size
+        self._fingerprint = ""
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.labels)
+
+    def path(self, index: int) -> str:
+        """The file of a sample."""
+        start = int(self._ends[index - 1]) if index else 0
+        name = self._bytes[start : int(self._ends[index])]
+        return os.fsdecode(name.numpy().tobytes())
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
         """Image as uint8 (C, H, W), label, and the index itself.
@@ -74,32 +91,29 @@ class ImagesOnDisk(TorchDataset[tuple[torch.Tensor, int, int]]):
         Raises:
             BadInput: the file is damaged or no image.
         """
-        from PIL import Image
         from torchvision.transforms import functional as transforms
 
-        path, label = self.samples[index]
-        try:
-            with Image.open(path) as file:
-                image = file.convert("RGB")
-        except (OSError, SyntaxError, ValueError) as error:
-            reason = str(error).replace("\n", " ")
-            raise BadInput(
-                f"image {path} cannot be read ({reason}): replace or delete it"
-            ) from error
+        image = _read_image(self.path(index))
         image = transforms.resize(image, self.image_size, antialias=True)
         image = transforms.center_crop(image, self.image_size)
-        return transforms.pil_to_tensor(image), label, index
+        return transforms.pil_to_tensor(image), int(self.labels[index]), index
 
     def subset(self, indices: list[int]) -> "ImagesOnDisk":
         """Keep only these samples."""
-        return ImagesOnDisk([self.samples[i] for i in indices], self.image_size)
+        samples = [(self.path(i), int(self.labels[i])) for i in indices]
+        return ImagesOnDisk(samples, self.image_size)
 
     def fingerprint(self) -> str:
         """A short text that differs when the list of files or a label does."""
-        digest = hashlib.sha256()
-        for path, label in self.samples:  # the folder itself may differ between hosts
-            digest.update(f"{'/'.join(Path(path).parts[-2:])}:{label}\n".encode())
-        return f"{len(self)} files, sha256 of names {digest.hexdigest()[:16]}"
+        if not self._fingerprint:
+            digest = hashlib.sha256()
+            for index, label in enumerate(self.labels.tolist()):
+                # the folder itself may differ between hosts
+                name = "/".join(self.path(index).split(os.sep)[-2:])
+                digest.update(os.fsencode(f"{name}:{label}\n"))
+            text = f"{len(self)} files, sha256 of names {digest.hexdigest()[:16]}"
+            self._fingerprint = text
+        return self._fingerprint
 
     def fingerprint_sizes(self, num_files: int = 1000) -> str:
         """A short text that differs when a file is cut short or another version.
@@ -108,10 +122,41 @@ class ImagesOnDisk(TorchDataset[tuple[torch.Tensor, int, int]]):
             num_files: how many to look at, evenly spread: asking a file server for the
                 sizes of a million takes minutes.
         """
-        spread = self.samples[:: math.ceil(len(self) / num_files) or 1]
-        sizes = [os.path.getsize(path) for path, _ in spread]
+        spread = range(0, len(self), math.ceil(len(self) / num_files) or 1)
+        sizes = [os.path.getsize(self.path(index)) for index in spread]
         digest = hashlib.sha256(str(sizes).encode())
         return f"{len(sizes)} of them, sha256 {digest.hexdigest()[:16]}"
+
+
+def _read_image(path: str) -> Any:
+    """A file as an RGB image of PIL, the right way up.
+
+    Raises:
+        BadInput: it is damaged, no image, or of a kind that has no 8 bits a channel.
+    """
+    import numpy
+    from PIL import Image, ImageOps
+
+    try:
+        with warnings.catch_warnings(), Image.open(path) as file:
+            warnings.simplefilter("ignore")  # of large images, and odd palettes
+            if file.mode == "F":
+                raise ValueError("its pixels are fractions; save it with 8 or 16 bits")
+            try:
+                image = ImageOps.exif_transpose(file)  # as viewers show it
+            except Exception:  # notes on a picture may be damaged, and the picture not
+                image = file
+            if image.mode.startswith("I"):  # 16 bits: PIL would cut them off at 255
+                pixels = numpy.asarray(image)
+                if pixels.min() < 0 or pixels.max() >= 2**16:
+                    raise ValueError("its pixels have 32 bits; save it with 8 or 16")
+                image = Image.fromarray((pixels // 256).astype(numpy.uint8))
+            return image.convert("RGB")
+    except Exception as error:  # what a reader of damaged bytes meets is anything
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise BadInput(
+            f"image {path} cannot be read ({reason}): replace or delete it"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +169,8 @@ class ImageSet:
     std: Triple
     train: ImagesInMemory | ImagesOnDisk
     test: ImagesInMemory | ImagesOnDisk
+    notes: tuple[str, ...] = ()
+    """What its owner should know: files that are left out."""
 
 
 def load_dataset(config: TrainConfig) -> ImageSet:
@@ -291,11 +338,10 @@ def _as_nchw(pixels: Any) -> torch.Tensor:
 
 
 def _load_folder(data_dir: Path, image_size: int) -> ImageSet:
-    from torchvision.datasets import ImageFolder
-
     test_dir = data_dir / "test"
     if not test_dir.is_dir():
         test_dir = data_dir / "val"
+    left_out: Counter[str] = Counter()
     splits = []
     for split_dir in (data_dir / "train", test_dir):
         if not split_dir.is_dir():
@@ -304,33 +350,82 @@ def _load_folder(data_dir: Path, image_size: int) -> ImageSet:
                 f"{data_dir}/train/CLASS/ and {data_dir}/test/CLASS/ (or val/): name "
                 "another --data-dir, or move them there"
             )
-        try:
-            splits.append(ImageFolder(str(split_dir)))
-        except FileNotFoundError as error:
-            reason = _first_line(error).rstrip(". ")
-            raise BadInput(
-                f"dataset folder {split_dir}: {reason}; remove the empty class folder "
-                "or put images into it"
-            ) from error
-    train, test = splits
-    if train.classes != test.classes:
-        odd = sorted(set(train.classes) ^ set(test.classes))
+        splits.append(_list_images(split_dir, left_out))
+    (train_classes, train), (test_classes, test) = splits
+    if train_classes != test_classes:
+        odd = sorted(set(train_classes) ^ set(test_classes))
+        forms = {unicodedata.normalize("NFC", name) for name in odd}
+        alike = " (letters of two Unicode forms)" if len(forms) < len(odd) else ""
         raise BadInput(
             f"dataset folder: {test_dir.name}/ and train/ hold different classes, "
-            f"differing in {', '.join(odd)}; give both the same class folders"
+            f"differing in {', '.join(odd)}{alike}; give both the same class folders"
         )
-    for split in splits:  # open one image a class, before anything starts
-        images = ImagesOnDisk(split.samples, image_size)
-        for label in range(len(split.classes)):
-            images[split.targets.index(label)]
+    images = [ImagesOnDisk(samples, image_size) for samples in (train, test)]
+    for split in images:  # open one image a class, before anything starts
+        seen: set[int] = set()
+        for index, label in enumerate(split.labels.tolist()):
+            if label not in seen:
+                seen.add(label)
+                split[index]
+    kinds = ", ".join(f"{n} {suffix}" for suffix, n in left_out.most_common(5))
+    note = f"{sum(left_out.values())} files of kinds that are not read: {kinds}"
     return ImageSet(
         name="folder",
-        classes=tuple(train.classes),
+        classes=tuple(train_classes),
         mean=(0.485, 0.456, 0.406),  # ImageNet's, as torchvision's recipes use them
         std=(0.229, 0.224, 0.225),
-        train=ImagesOnDisk(train.samples, image_size),
-        test=ImagesOnDisk(test.samples, image_size),
+        train=images[0],
+        test=images[1],
+        notes=(note,) if left_out else (),
     )
+
+
+# What systems and programs leave in folders, beside names that begin with a dot.
+_NO_CLASSES = ("__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN")
+
+
+def _list_images(
+    folder: Path, left_out: Counter[str]
+) -> tuple[list[str], list[tuple[str, int]]]:
+    """Class names in order, and path and label of each image, as ImageFolder has them.
+
+    Hidden files and folders are none of them.
+    """
+    from torchvision.datasets import ImageFolder
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    root = str(folder)
+
+    def is_shown(name: str) -> bool:
+        return not name.startswith(".") and name not in _NO_CLASSES
+
+    def is_image(path: str) -> bool:
+        if not all(map(is_shown, os.path.relpath(path, root).split(os.sep))):
+            return False
+        suffix = os.path.splitext(path)[1].lower()
+        if suffix not in IMG_EXTENSIONS:
+            left_out[suffix or os.path.basename(path)] += 1
+        return suffix in IMG_EXTENSIONS
+
+    class Shown(ImageFolder):  # type: ignore[misc]
+        def find_classes(self, directory: Any) -> tuple[list[str], dict[str, int]]:
+            names, _ = super().find_classes(directory)
+            names = [name for name in names if is_shown(name)]
+            return names, {name: label for label, name in enumerate(names)}
+
+    try:
+        found = Shown(root, is_valid_file=is_image)
+    except FileNotFoundError as error:
+        reason = _first_line(error).rstrip(". ")
+        raise BadInput(
+            f"dataset folder {folder}: {reason}; remove the empty class folder or put "
+            f"images into it ({' '.join(IMG_EXTENSIONS)})"
+        ) from error
+    except OSError as error:
+        raise BadInput(
+            f"dataset folder {folder}: {error.filename}: {error.strerror}"
+        ) from error
+    return found.classes, found.samples
 
 
 def _first_line(error: BaseException) -> str:

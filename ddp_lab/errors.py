@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
+    "STOP_SIGNALS",
     "BadInput",
     "CheckFailed",
     "Diverged",
@@ -33,6 +34,11 @@ __all__ = [
     "Stopped",
     "signal_name",
 ]
+
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)
+)
+"""Ask a run to save and stop, which ends it with `Stopped`."""
 
 
 def signal_name(number: int) -> str:

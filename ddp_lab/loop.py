@@ -17,12 +17,12 @@ import torch.distributed as dist
 from ddp_lab.config import TrainConfig, mix_seed
 from ddp_lab.data import Batches, eval_loader, train_loader
 from ddp_lab.datasets import ImageSet, load_dataset_together
-from ddp_lab.model import build_model
+from ddp_lab.model import build_model, check_model
 from ddp_lab.runs.progress import ProgressStyle
 from ddp_lab.runs.session import OnLine, open_session
 from ddp_lab.runs.state import TrainState, check_fits, fingerprint, start_training
 from ddp_lab.runs.stop import StopRequest
-from ddp_lab.step import evaluate, train_step
+from ddp_lab.step import deterministic_algorithms, evaluate, train_step
 from ddp_lab.world import World, check_same, join_world
 
 __all__ = ["fit", "fit_on_rank", "train_epoch"]
@@ -163,10 +163,13 @@ def fit_on_rank(
     request = StopRequest(stop_flag)
     with (
         request.on_signals(),
+        deterministic_algorithms(config.deterministic),
         join_world(device=config.device, timeout_s=config.timeout_s) as world,
     ):
         if data is None:
             data = load_dataset_together(config, world)
+            micro, _ = config.batches(world.world_size)
+            check_model(config, len(data.classes), micro, world.world_size)
         return fit(
             config,
             data,

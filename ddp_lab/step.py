@@ -8,6 +8,7 @@ Letters in shapes: n samples in a micro-batch, K classes, W ranks.
 """
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,9 +20,47 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.world import sum_over_ranks
 
-__all__ = ["evaluate", "share_buffers", "train_step"]
+__all__ = ["deterministic_algorithms", "evaluate", "share_buffers", "train_step"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@contextlib.contextmanager
+def deterministic_algorithms(on: bool) -> Iterator[None]:
+    """Let torch use only algorithms that give the same bits each time.
+
+    On the CPU all that this package computes is so by itself. On a GPU some sums come
+    in another order each time, cuDNN may choose another algorithm, and TF32 rounds
+    products to 10 bits; what this does there was read in PyTorch's notes on
+    reproducibility, and has not been run.
+
+    Args:
+        on: False leaves everything as it is.
+
+    Raises:
+        RuntimeError: of torch, inside the block, from an operation that has no
+            deterministic algorithm.
+    """
+    if not on:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts
+    before = torch.are_deterministic_algorithms_enabled()
+    settings: list[tuple[Any, str, bool]] = [
+        (torch.backends.cudnn, "benchmark", False),
+        (torch.backends.cudnn, "allow_tf32", False),
+        (torch.backends.cuda.matmul, "allow_tf32", False),
+    ]
+    kept = [(place, name, getattr(place, name)) for place, name, _ in settings]
+    torch.use_deterministic_algorithms(True)
+    for place, name, value in settings:
+        setattr(place, name, value)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        for place, name, value in kept:
+            setattr(place, name, value)
 
 
 def train_step(

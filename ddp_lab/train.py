@@ -187,7 +187,7 @@ def _spawn(
     request: StopRequest,
 ) -> dict[str, Any]:
     """Load the data once, start the ranks, and share one copy with all of them."""
-    num_ranks = config.num_ranks or count_gpus(config.device) or 2
+    num_ranks = config.num_ranks or _choose_num_ranks(config)
     pick_device(config.device, local_world_size=num_ranks)
     micro, _ = config.batches(num_ranks)
     state = None
@@ -204,6 +204,7 @@ def _spawn(
     check_model(config, len(data.classes), micro, num_ranks)
     if state is not None:
         check_resumable(config, state, data)
+    del state  # the ranks read their own
     results: list[dict[str, Any]] = launch(
         fit_on_rank,
         config,
@@ -214,9 +215,31 @@ def _spawn(
         on_line=send_record,
         num_ranks=num_ranks,
         num_threads=config.num_threads,
+        # torch's own limit ends a wait before: ranks may wait for a slow disk
+        stuck_after_s=config.timeout_s,
         on_record=on_record,
     )
     return results[0]
+
+
+def _choose_num_ranks(config: TrainConfig) -> int:
+    """One rank a GPU, or two; fewer if the global batch does not divide by so many."""
+    wanted = count_gpus(config.device)
+    if not wanted:
+        return 2
+    total = config.global_batch_size // (config.micro_batch_size or 1)
+    fits = [num for num in range(wanted, 0, -1) if total % num == 0]
+    if not fits or fits[0] == wanted:
+        return wanted
+    try:
+        config.batches(wanted)
+    except BadInput as error:
+        print(
+            f"ddp_lab.train: {fits[0]} of {wanted} ranks: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return fits[0]
 
 
 def _check_no_notebook(rank: int, world_size: int) -> None:
@@ -280,11 +303,22 @@ def _may_restart() -> bool:
 
 
 def _draw(run: Run) -> None:
-    """Draw the loss curve of what has been written so far, if anything has."""
-    if run.history_file.exists() and run.history.steps:
+    """Draw the loss curve of what has been written so far, if anything has.
+
+    A run is what it is without its picture: what goes wrong here is told, no more.
+    """
+    if not (run.history_file.exists() and run.history.steps):
+        return
+    try:
         from ddp_lab.figures import plot_loss, save_picture
 
         save_picture(plot_loss(run.history), run.picture_file)
+    except Exception as error:
+        print(
+            f"ddp_lab.train: no {run.picture_file}: {type(error).__name__}: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _summary(result: dict[str, Any]) -> str:
@@ -303,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started; 75: stopped by SIGTERM or SIGUSR1, and saved; 130: interrupted.
     """
     try:
-        config = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+        config = parse_arguments(_own_arguments() if arguments is None else arguments)
         bar = sys.stderr.isatty() and read_ranks() is None
         with StopRequest().on_signals() as request:
             style: ProgressStyle = "bar" if bar else "lines"
@@ -320,6 +354,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (ranks := read_ranks()) is None or ranks["rank"] == 0:
         print(_summary(result), flush=True)
     return 0
+
+
+def _own_arguments() -> list[str]:
+    """The command line's, and in a notebook none: its kernel was given others."""
+    return [] if "ipykernel" in sys.modules else sys.argv[1:]
 
 
 def _lab_error_inside(error: LabError) -> LabError:

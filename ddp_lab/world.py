@@ -76,21 +76,23 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, int] | None
         nobody started this process as one of several.
 
     Raises:
-        BadInput: a variable is missing or is no whole number, or the rank is not below
-            the world size.
+        BadInput: a variable is missing or is no whole number, a rank is not below its
+            world size, or a launcher whose variables are others has started us.
     """
     if "RANK" in environ:
         names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
     elif "SLURM_PROCID" in environ and environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         names = ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"]
+        _check_no_shell(environ)
     else:
+        _check_alone(environ)
         return None
     numbers = []
     for name in names:
         # a hand-made environment often has RANK and WORLD_SIZE only: one machine
         fallback = {"LOCAL_RANK": "RANK", "LOCAL_WORLD_SIZE": "WORLD_SIZE"}.get(name)
         text = environ.get(name) or environ.get(fallback or "", "")
-        if not text.isdigit():
+        if not (text.isascii() and text.isdigit()):
             raise BadInput(
                 f"{names[0]} is set, but {name} is {text or 'missing'!r}: start the "
                 "ranks with torchrun, srun or launch(), which set all of them"
@@ -106,6 +108,12 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, int] | None
             f"{names[0]}={rank} must be below {names[2]}={world_size}: "
             "ranks count from 0"
         )
+    if not local_rank < local_world_size <= world_size:
+        raise BadInput(
+            f"{names[1]}={local_rank} must be below the number of ranks on this "
+            f"machine, {local_world_size}, of {world_size} in all: start the ranks "
+            "with torchrun, srun or launch(), which set what belongs together"
+        )
     return {
         "rank": rank,
         "local_rank": local_rank,
@@ -114,13 +122,43 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, int] | None
     }
 
 
+def _check_no_shell(environ: Mapping[str, str]) -> None:
+    """Refuse to be a task that is a shell: the other tasks are shells, and not here."""
+    import psutil
+
+    parent = psutil.Process().parent()
+    if "SLURM_PTY_PORT" in environ and (not parent or parent.name() != "slurmstepd"):
+        raise BadInput(
+            f"this is an interactive srun shell of {environ['SLURM_STEP_NUM_TASKS']} "
+            "tasks, and the others wait in shells of their own: start all ranks with "
+            "srun --overlap python ..., or unset SLURM_STEP_NUM_TASKS to let this "
+            "process start ranks here"
+        )
+
+
+def _check_alone(environ: Mapping[str, str]) -> None:
+    """Refuse to train alone what was meant to be one of several."""
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if environ.get(name, "1") not in ("", "1"):
+            raise BadInput(
+                f"{name}={environ[name]} speaks of several processes, but RANK is "
+                "missing: start the ranks with torchrun, srun or launch(), or let your "
+                "launcher set RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE; for "
+                f"one process, unset {name}"
+            )
+
+
 def count_gpus(device: str = "auto") -> int:
     """Count the GPUs that ranks may use here: none if ``device`` is ``cpu``."""
     return 0 if device == "cpu" else torch.cuda.device_count()
 
 
 def pick_device(
-    device: str = "auto", local_rank: int = 0, local_world_size: int = 1
+    device: str = "auto",
+    local_rank: int = 0,
+    local_world_size: int = 1,
+    *,
+    joined: bool = False,
 ) -> torch.device:
     """Choose where a rank computes, without initialising CUDA.
 
@@ -129,12 +167,16 @@ def pick_device(
             when each local rank can have its own, else the CPU.
         local_rank: this rank's number on its machine.
         local_world_size: number of ranks on this machine.
+        joined: torchrun or Slurm has started this rank. It may show each rank a GPU of
+            its own, and no other (``--gpus-per-task=1``); and GPUs that are there are
+            never left idle in silence.
 
     Returns:
-        ``cuda:LOCAL_RANK`` or ``cpu``.
+        ``cuda:LOCAL_RANK``, ``cuda:0`` where it is the only one, or ``cpu``.
 
     Raises:
-        BadInput: ``cuda`` is asked for and there are fewer GPUs than local ranks.
+        BadInput: there are fewer GPUs than local ranks, and ``cuda`` is asked for or
+            a launcher has started the ranks.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise BadInput(f"device {device!r} is unknown: choose auto, cpu or cuda")
@@ -144,14 +186,23 @@ def pick_device(
             "device cuda: this machine shows no GPU to PyTorch; choose device cpu, or "
             "check nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
-    if device == "cuda" and num_gpus < local_world_size:
+    if joined and num_gpus == 1:
+        return torch.device("cuda", 0)
+    if num_gpus < local_world_size and (device == "cuda" or (joined and num_gpus)):
         raise BadInput(
-            f"device cuda: {local_world_size} ranks on this machine, but only "
+            f"device {device}: {local_world_size} ranks on this machine, but only "
             f"{num_gpus} GPU(s); start at most {num_gpus}, or choose device cpu"
         )
     if device == "cpu" or num_gpus < local_world_size:
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
+
+
+def _gpu(device: torch.device) -> str:
+    """What tells a GPU from all others, empty for the CPU. (On GPUs it has not run.)"""
+    if device.type == "cpu":
+        return ""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
 
 
 @contextmanager
@@ -181,12 +232,16 @@ def join_world(
     alone = ranks is None
     if ranks is None:
         ranks = {"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1}
-    where = pick_device(device, ranks["local_rank"], ranks["local_world_size"])
+    # launch() decides by itself, and tells its ranks by the same rule
+    joined = not alone and os.environ.get("TORCHELASTIC_RUN_ID") != "ddp_lab"
+    where = pick_device(
+        device, ranks["local_rank"], ranks["local_world_size"], joined=joined
+    )
     backend = "nccl" if where.type == "cuda" else "gloo"
     if alone:
         store: dist.Store = dist.HashStore()
     else:
-        store = meet(ranks, arrive_timeout_s, by_gloo=backend == "gloo")
+        store = meet(ranks, arrive_timeout_s, gpu=_gpu(where))
     if where.type == "cuda":
         torch.cuda.set_device(where)
     dist.init_process_group(

@@ -1,16 +1,22 @@
 import dataclasses
 import hashlib
+import os
 import pickle
+import shutil
+import tempfile
 import time
+import unicodedata
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torch.utils.data import IterableDataset
 from torchvision import datasets as torchvision_datasets
 
 from ddp_lab import datasets
 from ddp_lab.config import TrainConfig
-from ddp_lab.data import train_loader
+from ddp_lab.data import eval_loader, train_loader
 from ddp_lab.datasets import load_dataset, load_dataset_together
 from ddp_lab.errors import BadInput
 from ddp_lab.ranks.launch import launch
@@ -174,7 +180,7 @@ def test_folder(tmp_path, test):
     assert (label, index) == (1, 9)
     limited = load_dataset(folder_config(tmp_path, limit_train=6))
     assert len(limited.train) == 6
-    assert {label for _, label in limited.train.samples} == {0, 1}
+    assert set(limited.train.labels.tolist()) == {0, 1}
 
 
 def test_folder_fingerprint_does_not_depend_on_the_place(tmp_path):
@@ -224,6 +230,135 @@ def test_truncated_image_is_named_through_a_worker(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def picture_of(data, name):
+    """The pixels (H, W, C) of a training image, by its file's name."""
+    names = [os.path.basename(data.train.path(k)) for k in range(len(data.train))]
+    return data.train[names.index(name)][0].permute(1, 2, 0).numpy()
+
+
+def test_names_that_are_no_text(tmp_path):
+    """An old zip's file names are bytes of some other code page."""
+    write_folder(tmp_path)
+    odd = os.fsdecode(b"caf\xe9.png")
+    (tmp_path / "train" / "cat" / "0.png").rename(tmp_path / "train" / "cat" / odd)
+    data = load_dataset(folder_config(tmp_path))
+    assert picture_of(data, odd).shape == (16, 16, 3)
+    assert data.train.fingerprint() != data.test.fingerprint()
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I;16B", "I"])
+def test_sixteen_bits_become_eight(tmp_path, mode):
+    write_folder(tmp_path)
+    ramp = np.repeat(np.arange(0, 2**16, 2**12, dtype=np.uint16)[None], 16, axis=0)
+    suffix = {"I;16": "png", "I;16B": "tiff", "I": "tiff"}[mode]
+    pixels = ramp.astype({"I;16": "<u2", "I;16B": ">u2", "I": "<i4"}[mode])
+    Image.frombytes(mode, (16, 16), pixels.tobytes()).save(
+        tmp_path / "train" / "cat" / f"deep.{suffix}"
+    )
+    found = picture_of(load_dataset(folder_config(tmp_path)), f"deep.{suffix}")
+    assert (found == (ramp // 256)[..., None]).all()
+
+
+def test_photos_are_turned_as_viewers_turn_them(tmp_path):
+    write_folder(tmp_path)
+    pixels = np.zeros((16, 16, 3), np.uint8)
+    pixels[:, :8] = 200  # the left half is bright; turned by 90 degrees, the top
+    image = Image.fromarray(pixels)
+    exif = image.getexif()
+    exif[0x0112] = 6
+    image.save(tmp_path / "train" / "cat" / "turned.png", exif=exif)
+    found = picture_of(load_dataset(folder_config(tmp_path)), "turned.png")
+    assert (found[:8] == 200).all()
+    assert (found[8:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("image", "reason"),
+    [
+        (Image.new("F", (9, 9)), "its pixels are fractions"),
+        (Image.new("I", (9, 9), 2**20), "its pixels have 32 bits"),
+        (Image.new("1", (14_000, 14_000)), "exceeds limit of"),
+    ],
+)
+def test_pictures_that_cannot_be_used_are_named(tmp_path, image, reason):
+    file = write_folder(tmp_path) / "train" / "cat" / "!.tiff"
+    image.save(file, compression="tiff_deflate")
+    with pytest.raises(BadInput, match=reason) as caught:
+        load_dataset(folder_config(tmp_path))
+    assert str(caught.value).startswith(f"image {file} cannot be read (")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr"])
+def test_other_kinds_of_pixels(tmp_path, mode):
+    write_folder(tmp_path)
+    suffix = "jpg" if mode in ("CMYK", "YCbCr") else "png"
+    image = Image.new("RGB", (20, 30), (250, 5, 5)).convert(mode)
+    name = f"odd.{suffix}"
+    if mode == "PA":
+        image = image.convert("P")
+        image.info["transparency"] = b"\0\1\2"
+    image.save(tmp_path / "train" / "cat" / name)
+    found = picture_of(load_dataset(folder_config(tmp_path)), name)
+    assert found.shape == (16, 16, 3)
+
+
+def test_what_programs_leave_in_folders_is_no_class_and_no_image(tmp_path):
+    write_folder(tmp_path)
+    for folder in (".ipynb_checkpoints", "__MACOSX", "cat/.thumbnails"):
+        (tmp_path / "train" / folder).mkdir()
+        shutil.copy(tmp_path / "train/cat/0.png", tmp_path / "train" / folder / "0.png")
+    (tmp_path / "train" / "dog" / "._1.png").write_bytes(b"resource fork")
+    (tmp_path / "train" / "dog" / ".DS_Store").write_bytes(b"")
+    data = load_dataset(folder_config(tmp_path))
+    assert (len(data.train), len(data.test), data.classes) == (16, 6, ("cat", "dog"))
+    assert data.notes == ()
+
+
+def test_files_that_are_not_read_are_told(tmp_path):
+    write_folder(tmp_path)
+    for name in ("a.HEIC", "b.heic", "notes.txt"):
+        (tmp_path / "train" / "dog" / name).write_bytes(b"")
+    data = load_dataset(folder_config(tmp_path))
+    assert data.notes == ("3 files of kinds that are not read: 2 .heic, 1 .txt",)
+
+
+def test_a_million_paths_are_two_tensors(tmp_path):
+    """As Python objects they would be copied into each loader's process."""
+    split = load_dataset(folder_config(write_folder(tmp_path))).train
+    objects = [value for value in vars(split).values() if not isinstance(value, int)]
+    assert all(isinstance(value, torch.Tensor | str) for value in objects)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(9))
+
+
+@pytest.mark.parametrize("make", [train_loader, eval_loader])
+def test_a_stream_is_refused(make):
+    config = TrainConfig()
+    data = dataclasses.replace(load_dataset(config), train=Stream(), test=Stream())
+    with pytest.raises(BadInput, match=r"Stream is a stream .* itertools.islice"):
+        make(data, config, cpu_world(), 4)
+
+
+def test_a_folder_in_which_workers_would_wait_for_ever(tmp_path, monkeypatch):
+    config = folder_config(write_folder(tmp_path), num_workers=1)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("deep" * 20)))
+    data = load_dataset(config)
+    with pytest.raises(BadInput, match="set TMPDIR to one of at most"):
+        train_loader(data, config, cpu_world(), 4)
+    train_loader(data, dataclasses.replace(config, num_workers=0), cpu_world(), 4)
+
+
+def unicode_forms(root):
+    for split, form in (("train", "NFC"), ("test", "NFD")):
+        name = unicodedata.normalize(form, "caf\u00e9")
+        (root / split / "cat").rename(root / split / name)
+
+
 def empty_class(root):
     (root / "train" / "bird").mkdir()
 
@@ -247,6 +382,7 @@ def other_test_classes(root):
         (("cat", "dog"), first_image_broken, "0.png cannot be read"),
         (("cat", "dog"), no_test_split, "val is missing; images belong in"),
         (("cat", "dog"), other_test_classes, "different classes.*dog, wolf"),
+        (("cat", "dog"), unicode_forms, r"letters of two Unicode forms"),
         (("cat",), None, "one class only \\(cat\\)"),
     ],
 )

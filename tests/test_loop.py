@@ -12,6 +12,7 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from functools import partial
 
 import pytest
@@ -28,7 +29,7 @@ from ddp_lab.loop import fit, train_epoch
 from ddp_lab.model import wrap_model
 from ddp_lab.ranks.launch import launch
 from ddp_lab.ranks.workers import Workers
-from ddp_lab.runs import state
+from ddp_lab.runs import checkpoint, state
 from ddp_lab.runs.record import Run
 from ddp_lab.runs.state import check_fits, start_training
 from ddp_lab.step import evaluate, train_step
@@ -135,6 +136,11 @@ def on_two_ranks(folder):
             for name in ("setting", "data", "model", "batches", "code")
         }
         found["nan"] = become_nan(data, world, folder / "nan")
+        for which in ("weights", "loss"):
+            name = f"wrecked {which}"
+            found[name] = wreck(which, data, world, folder / name)
+        found["set aside"] = save_wrecked(data, world, folder / "set aside")
+        found["saved when back"] = look_at_once(data, world, folder / "slow")
         found["buckets"] = count_buckets(data, world)
         found["batch norm"] = batch_norm_statistics(data, world)
         found["dropout"] = random_states(data, world)
@@ -219,6 +225,68 @@ def become_nan(data, world, folder):
     finally:
         loop.train_step = train_step
     return "trained"
+
+
+def wreck(which, data, world, folder):
+    """The last step of an epoch spoils the weights, or what is made of them."""
+
+    def spoiled(model, *args, **settings):
+        tally = train_step(model, *args, **settings)
+        steps.append(1)
+        if len(steps) == 5 and which == "weights":
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[0] = float("inf")
+        return tally
+
+    def not_a_number(*args):
+        return {**evaluate(*args), "loss": float("nan")}
+
+    steps = []
+    loop.train_step = spoiled
+    loop.evaluate = not_a_number if which == "loss" else evaluate
+    try:
+        fit(CONFIG, data, world, folder)
+    except Diverged as error:
+        return str(error)
+    finally:
+        loop.train_step, loop.evaluate = train_step, evaluate
+    return "trained"
+
+
+def save_wrecked(data, world, folder):
+    """Step 5's loss is not a number on any rank, and step 4 has been saved."""
+    steps = []
+
+    def poisoned(*args, **settings):
+        tally = train_step(*args, **settings)
+        steps.append(1)
+        return tally * float("nan") if len(steps) == 5 else tally
+
+    loop.train_step = poisoned
+    try:
+        every = dataclasses.replace(CONFIG, checkpoint_every=1, keep_checkpoints=3)
+        fit(every, data, world, folder)
+    except Diverged as error:
+        return str(error)
+    finally:
+        loop.train_step = train_step
+    return "trained"
+
+
+def look_at_once(data, world, folder):
+    """Rank 0 saves slowly."""
+
+    def slow_save(*args, **settings):
+        time.sleep(0.3)
+        return save(*args, **settings)
+
+    save = checkpoint.save
+    checkpoint.save = slow_save
+    try:
+        fit(CONFIG, data, world, folder)
+    finally:
+        checkpoint.save = save
+    return checkpoint.load_latest(folder)["progress"]["epoch"]
 
 
 def count_buckets(data, world):
@@ -379,6 +447,7 @@ def test_what_a_run_leaves_behind(trained):
         "checkpoint-00000010.pt",
         "checkpoint-00000015.pt",
         "checkpoint.pt",
+        "classes.json",
         "config.json",
         "environment.json",
         "history.jsonl",
@@ -434,7 +503,10 @@ def test_nan_stops_all_ranks_and_keeps_the_checkpoint(on_two):
     assert said.startswith(
         "the loss became nan at step 8, in epoch 2: try a lower --lr"
     )
-    assert said.endswith("checkpoint.pt is from before, after step 5")
+    assert said.endswith(
+        "; the checkpoint before is of step 5, and --resume "
+        f"{folder / 'nan'} --resume-anyway --lr LOWER goes on from it"
+    )
     assert other.startswith("the loss became nan at step 8, in epoch 2")
     run = Run(folder / "nan")
     state = torch.load(run.checkpoint_file, weights_only=True)
@@ -442,6 +514,41 @@ def test_nan_stops_all_ranks_and_keeps_the_checkpoint(on_two):
     assert all(v.isfinite().all() for v in state["model"].values())
     # three steps a line, and a shorter one at the end of the epoch
     assert [line["step"] for line in run.history.steps] == [3, 5]
+
+
+@pytest.mark.parametrize("which", ["weights", "loss"])
+def test_a_model_wrecked_by_an_epochs_last_step_is_no_success(on_two, which):
+    """No later step would tell; nothing is saved, and the history stays JSON."""
+    folder, found = on_two
+    words = {
+        "weights": "step 5 left weights that are no finite numbers: try a lower --lr",
+        "loss": "after step 5, the last of epoch 1, the loss on the test images is nan"
+        ": try a lower --lr",
+    }[which]
+    assert [own[f"wrecked {which}"] for own in found] == [words, words]
+    run = Run(folder / f"wrecked {which}")
+    assert not run.checkpoint_file.exists()
+    lines = run.history_file.read_text().splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail)["step"] for line in lines] == [
+        *range(1, 6)
+    ]
+
+
+def test_a_checkpoint_of_wrecked_weights_is_set_aside(on_two):
+    """Step 4 was saved; the loss of step 5 tells that its weights were no good."""
+    folder, found = on_two
+    assert found[0]["set aside"].startswith("the loss became nan at step 5, in epoch 1")
+    assert "the checkpoint before is of step 3, and --resume" in found[0]["set aside"]
+    here = folder / "set aside"
+    assert (here / "checkpoint-00000004.pt.diverged").exists()
+    assert checkpoint.saved_steps(here) == [3, 2]
+    assert checkpoint.load(here / "checkpoint.pt")["progress"]["step"] == 3
+
+
+def test_who_comes_back_finds_the_run_saved(on_two):
+    """On every rank: rank 0 writes it, and the others wait for that."""
+    _, found = on_two
+    assert [own["saved when back"] for own in found] == [CONFIG.epochs] * 2
 
 
 def test_gradients_travel_once_a_step(on_two):
@@ -472,12 +579,34 @@ def test_evaluation_is_of_one_model(on_two):
         ),
         ({"limit_train": 20, "global_batch_size": 32}, 2, "choose 20 or less"),
         ({"global_batch_size": 32}, 3, "nearest that does is 30 or 33"),
+        # 65 = 4 x 16 + 1: the last batch is one image, of all ranks together
+        (
+            {"limit_train": 65, "global_batch_size": 16, "drop_last": False}
+            | {"norm": "sync"},
+            2,
+            "leaves all ranks together with one, .* use --norm group, or --drop-last",
+        ),
+        (
+            {"limit_train": 66, "global_batch_size": 16, "drop_last": False},
+            2,
+            "leaves a rank with one, .* use --norm group or sync, or --drop-last",
+        ),
     ],
 )
 def test_runs_that_cannot_fit(settings, world_size, message):
     config = TrainConfig(**settings)
     with pytest.raises(BadInput, match=message):
         check_fits(config, load_dataset(config), world_size)
+
+
+@pytest.mark.parametrize(
+    ("norm", "num_images"), [("sync", 66), ("batch", 68), ("group", 65)]
+)
+def test_a_small_last_batch_that_fits(norm, num_images):
+    config = TrainConfig(
+        limit_train=num_images, global_batch_size=16, drop_last=False, norm=norm
+    )
+    check_fits(config, load_dataset(config), 2)
 
 
 def test_dropout_draws_other_numbers_on_each_rank_and_in_each_step(on_two):

@@ -18,9 +18,17 @@ from ddp_lab.config import RECIPES, TrainConfig
 from ddp_lab.ranks.workers import Workers
 from ddp_lab.runs import checkpoint
 from ddp_lab.runs.record import Run
-from ddp_lab.train import _new_folder, drop_local_rank, main, parse_arguments, train
+from ddp_lab.train import (
+    _choose_num_ranks,
+    _new_folder,
+    _own_arguments,
+    drop_local_rank,
+    main,
+    parse_arguments,
+    train,
+)
 from image_files import write_fashion_mnist, write_folder
-from small_commands import ENVIRON, SMALL_MODEL, hold, num_held, wait_for
+from small_commands import ENVIRON, LIMIT_S, SMALL_MODEL, hold, num_held, wait_for
 
 TRAIN = [sys.executable, "-m", "ddp_lab.train"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -81,6 +89,7 @@ def test_default_run_on_a_part(spawned):
     assert picture.read_bytes().startswith(b"\x89PNG")
     names = {p.name for p in picture.parent.iterdir()}
     assert names == {
+        "classes.json",
         "config.json",
         "environment.json",
         "history.jsonl",
@@ -267,6 +276,84 @@ def test_a_rank_leaves_before_python_takes_itself_apart():
     assert ended.returncode == 2
     assert "'nothing'" in ended.stderr
     assert sorted(ended.stdout.split()) == ["hook", "printed", "thread"]
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "micro", "num_ranks"),
+    [(0, None, 2), (2, None, 2), (3, None, 2), (5, None, 4), (7, 16, 4), (64, 2, 32)],
+)
+def test_as_many_gpus_as_share_the_batch(
+    monkeypatch, capsys, num_gpus, micro, num_ranks
+):
+    """Digits on three GPUs: 64 images do not divide by 3."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert _choose_num_ranks(TrainConfig(micro_batch_size=micro)) == num_ranks
+    said = capsys.readouterr().err
+    if num_ranks < num_gpus:
+        words = f"ddp_lab.train: {num_ranks} of {num_gpus} ranks: global_batch_size"
+        assert said.startswith(words)
+        assert "the nearest that does is" in said
+    else:
+        assert said == ""
+
+
+def test_a_failing_picture_fails_nothing(command, monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ddp_lab.figures.plot_loss", full)
+    status, said, complaints = command(*TINY, "--out", "a")
+    assert status == 0
+    assert said[-1].startswith("test accuracy")
+    assert complaints == [
+        "ddp_lab.train: no a/loss.png: OSError: [Errno 28] No space left on device"
+    ]
+
+
+def test_a_notebooks_kernel_has_arguments_of_its_own(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "kernel-1.json"])
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    assert _own_arguments() == ["-f", "kernel-1.json"]
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    assert _own_arguments() == []
+
+
+def test_home_behind_an_equals_sign(monkeypatch, tmp_path):
+    """A shell expands ~ at the beginning of a word only."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = parse_arguments(["--out=~/a", "--data-dir=~/b"])
+    assert (config.out, config.data_dir) == (tmp_path / "a", tmp_path / "b")
+
+
+def test_a_cluster_stops_all_processes_at_once(tmp_path):
+    """Also those that load images for a rank, and are needed to end its step."""
+    write_folder(tmp_path / "images", num_train=24)
+    hold(tmp_path, "step 3")
+    arguments = [
+        *("--dataset", "folder", "--data-dir", "images", "--num-workers", "1"),
+        *("--device", "cpu", "--image-size", "16", "--global-batch-size", "4"),
+        *("--epochs", "9", "--out", "a"),
+    ]
+    process = psutil.Popen(
+        [*TRAIN, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, **ENVIRON},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: num_held(tmp_path, "step 3") == 2, process)
+    family = [process, *process.children(recursive=True)]
+    assert len([p for p in family if "spawn_main" in " ".join(p.cmdline())]) >= 4
+    for member in family:
+        if "resource_tracker" not in " ".join(member.cmdline()):
+            member.send_signal(signal.SIGTERM)
+    _, complaints = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, complaints.splitlines()[-1].split(";")[0]) == (
+        75,
+        "ddp_lab.train: stopped by SIGTERM after step 3, in epoch 1",
+    )
+    assert checkpoint.saved_steps(tmp_path / "a") == [3]
 
 
 def test_interrupt_leaves_nothing_behind(tmp_path):

@@ -42,6 +42,7 @@ def ranks(rank, local_rank, world_size, local_world_size):
             ranks(5, 1, 8, 4),
         ),
         ({"RANK": "1", "WORLD_SIZE": "2"}, ranks(1, 1, 2, 2)),
+        ({"WORLD_SIZE": "1", "PMI_SIZE": ""}, None),
         (
             {
                 "SLURM_PROCID": "3",
@@ -73,6 +74,26 @@ def test_read_ranks(environ, expected):
         ({"RANK": "0"}, "WORLD_SIZE is 'missing'"),
         ({"RANK": "zero", "WORLD_SIZE": "2"}, "RANK is 'zero'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "RANK is 'missing'"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is '-1'"),
+        ({"RANK": "\u00b2", "WORLD_SIZE": "4"}, "RANK is '\u00b2'"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 must be below WORLD_SIZE=0"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 speaks of several .* RANK is missing"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4 speaks of several"),
+        ({"PMI_SIZE": "4"}, "PMI_SIZE=4 speaks of several"),
+        (
+            {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PTY_PORT": "4"},
+            "an interactive srun shell of 2 tasks",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}
+            | {"LOCAL_WORLD_SIZE": "2"},
+            "LOCAL_RANK=2 must be below the number of ranks on this machine, 2, of 4",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4"},
+            "on this machine, 4, of 2 in all",
+        ),
     ],
 )
 def test_read_ranks_refuses(environ, message):
@@ -93,6 +114,27 @@ def test_read_ranks_refuses(environ, message):
 def test_pick_device(monkeypatch, num_gpus, device, local_world_size, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     assert str(pick_device(device, 1, local_world_size)) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "device", "local_rank", "expected"),
+    [
+        (1, "auto", 1, "cuda:0"),  # a GPU of its own, the only one that it sees
+        (1, "cuda", 1, "cuda:0"),
+        (4, "auto", 3, "cuda:3"),
+        (0, "auto", 1, "cpu"),
+        (1, "cpu", 1, "cpu"),
+    ],
+)
+def test_device_under_a_launcher(monkeypatch, num_gpus, device, local_rank, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert str(pick_device(device, local_rank, 4, joined=True)) == expected
+
+
+def test_gpus_are_not_left_idle_in_silence(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(BadInput, match="4 ranks on this machine, but only 2 GPU"):
+        pick_device("auto", 3, 4, joined=True)
 
 
 @pytest.mark.parametrize(

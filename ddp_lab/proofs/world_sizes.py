@@ -4,8 +4,9 @@
     print(same)                          # a table, and what is left and why
     plot_comparison(same)
 
-Each world size gets ranks of its own and runs the functions that `ddp_lab.loop.fit`
-runs, on the same settings, seed and global batches. After every step its loss and its
+The ranks are started once, and the first of them make each smaller world. Each world
+size runs the functions that `ddp_lab.loop.fit` runs, on the same settings, seed and
+global batches. After every step its loss and its
 weights are compared with those of the first world size. That one runs once more as the
 control: what differs between two equal runs is not the number of ranks.
 
@@ -14,6 +15,7 @@ the curves agree to rounding, not to the bit; ``precision="float64"`` makes that
 """
 
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -36,7 +38,8 @@ from ddp_lab.errors import BadInput, Diverged
 from ddp_lab.loop import train_epoch
 from ddp_lab.model import build_model, check_model
 from ddp_lab.proofs.comparison import Comparison, Curve
-from ddp_lab.ranks.launch import launch, shared
+from ddp_lab.ranks.launch import shared
+from ddp_lab.ranks.workers import Workers
 from ddp_lab.runs.state import TrainState, check_fits, start_training
 from ddp_lab.step import evaluate
 from ddp_lab.world import join_world, pick_device, sum_over_ranks
@@ -67,9 +70,9 @@ def compare_world_sizes(
             enough disk; no process was started.
         RankFailed: a rank failed, or the loss diverged.
 
-    **Cost**: one launch a world size, and one for the control. The first world size
-    leaves its parameters of each step in a temporary folder, 44 MB a step for ResNet-18
-    in float32; it is gone when this returns or raises. More than 4 GB are refused.
+    **Cost**: one start of the largest number of ranks. The first world size leaves its
+    parameters of each step in a temporary folder, 44 MB a step for ResNet-18 in
+    float32; it is gone when this returns or raises. More than 4 GB are refused.
     """
     config = _check(world_sizes, config, num_steps)
     data = load_dataset(config)
@@ -85,18 +88,21 @@ def compare_world_sizes(
 
     data_for_all = shared(data)
     curves: list[Curve] = []
-    with tempfile.TemporaryDirectory(prefix="ddp_lab-compare-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="ddp_lab-compare-") as folder,
+        Workers(max(world_sizes), num_threads=config.num_threads) as workers,
+    ):
         first, *others = world_sizes
         for world_size in (first, first, *others):
-            found = launch(
+            found = workers.run(
                 _train_on_rank,
+                world_size,
                 config,
                 data_for_all,
                 num_steps,
                 Path(folder, "weights"),
                 is_first=not curves,
-                num_ranks=world_size,
-                num_threads=config.num_threads,
+                only=range(world_size),
             )[0]
             losses = found["losses"]
             pairs = zip(losses, curves[0].losses if curves else losses, strict=True)
@@ -202,9 +208,17 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _train_on_rank(
-    config: TrainConfig, data: ImageSet, num_steps: int, file: Path, *, is_first: bool
+    world_size: int,
+    config: TrainConfig,
+    data: ImageSet,
+    num_steps: int,
+    file: Path,
+    *,
+    is_first: bool,
 ) -> dict[str, Any]:
     """Train as `fit` does; rank 0 keeps its weights, or compares with those kept."""
+    # the first of the ranks are a world of their own
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     with join_world(device=config.device) as world:
         micro, _ = config.batches(world.world_size)
         train = train_loader(data, config, world, micro)

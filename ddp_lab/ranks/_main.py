@@ -211,6 +211,8 @@ def _run(calls: Connection, call: Call) -> bool:
             # DataLoader workers by fork, as torchrun's ranks have them: a spawned one
             # could not find what a cell defines
             multiprocessing.set_start_method("fork", force=True)
+        pickler: Any = reduction.ForkingPickler
+        pickler.reducer_override = pickling.main_by_value
         torch.set_num_threads(call.num_threads)
         with _sending:
             calls.send_bytes(pickle.dumps(("began", None)))
@@ -293,12 +295,21 @@ def _failure_of(error: BaseException) -> Failure:
     return Failure(
         rank=_rank,
         kind=type(error).__name__,
-        message=str(error),
+        message=str(error) + _hint(error),
         traceback=traceback_text(error),
         where=user_line(lines),
         consequence=_lost_the_others(error),
         exit_code=code if isinstance(code, int) else 1 if code else None,
     )
+
+
+def _hint(error: BaseException) -> str:
+    if "initialize the default process group twice" in str(error):
+        return (
+            " This rank has joined one already: %ranks and init=True do that, and a "
+            "group that an earlier cell opened stays; leave init_process_group out"
+        )
+    return ""
 
 
 def _lost_the_others(error: BaseException) -> bool:

@@ -37,6 +37,7 @@ from ddp_lab.errors import NotSendable
 __all__ = [
     "Packed",
     "explain",
+    "main_by_value",
     "pack",
     "pack_call",
     "shared",
@@ -81,6 +82,17 @@ class Packed:
     blob: bytes
     sources: dict[str, list[str]]  # source lines of cells, by the name in tracebacks
     storages: list[Any] = field(default_factory=list)  # shared ones, sent as handles
+
+
+def main_by_value(_: Any, obj: Any) -> Any:
+    """Send what a cell or script defines by value to processes of a rank's own.
+
+    A method for multiprocessing's pickler, in ranks: a DataLoader worker that is
+    spawned would look for the class in a ``__main__`` that has never run there.
+    """
+    if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
+        return cloudpickle.loads, (cloudpickle.dumps(obj),)
+    return NotImplemented
 
 
 def _is_odd_module(obj: Any) -> bool:

@@ -39,28 +39,28 @@ _ANSWER_S = 10.0  # for whoever listens at the port to show that it is a store
 _hosted: dict[tuple[str, int], dist.TCPStore] = {}
 
 
-def meet(
-    ranks: Mapping[str, int], timeout_s: float, *, by_gloo: bool = True
-) -> dist.Store:
+def meet(ranks: Mapping[str, int], timeout_s: float, *, gpu: str = "") -> dist.Store:
     """Connect to the store and wait there until every rank has checked in.
 
     Args:
         ranks: what `read_ranks` says.
         timeout_s: seconds to wait for the store, and then for the other ranks.
-        by_gloo: gloo will carry the collectives: check that its addresses can work.
+        gpu: which one this rank computes on, by a name that no other has; empty for
+            the CPU, where gloo carries the collectives.
 
     Returns:
         A part of the store that is this group's alone.
 
     Raises:
         BadInput: MASTER_ADDR or MASTER_PORT make no sense, the port is taken, or
-            a host's own name leads other hosts to themselves.
+            a host's own name leads other hosts to themselves, or two ranks were
+            given one GPU, or some a GPU and others none.
         LabError: not all ranks arrived; the message names the missing ones.
 
     **Collective**: all ranks of the run.
     """
     # the main thread stands still meanwhile, which shows those who look that it waits
-    return _aside(lambda: _meet(ranks, timeout_s, by_gloo))
+    return _aside(lambda: _meet(ranks, timeout_s, gpu))
 
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def _aside(work: Callable[[], T], limit_s: float | None = None) -> T:
     return future.result(limit_s)
 
 
-def _meet(ranks: Mapping[str, int], timeout_s: float, by_gloo: bool) -> dist.Store:
+def _meet(ranks: Mapping[str, int], timeout_s: float, gpu: str) -> dist.Store:
     rank, world_size = ranks["rank"], ranks["world_size"]
     host, port = _address(rank)
     # torchrun and launch() host the store themselves and say so; otherwise rank 0 does
@@ -92,8 +92,8 @@ def _meet(ranks: Mapping[str, int], timeout_s: float, by_gloo: bool) -> dist.Sto
     tcp_store = _open_store(rank, host, port, listener, timeout_s)
     # two jobs may have been given one port: each keeps to its own part of the store
     store = dist.PrefixStore(f"ddp_lab/{_run_id()}", tcp_store)
-    everybody = _check_in(store, ranks, timeout_s, "gloo" if by_gloo else "nccl")
-    if by_gloo:
+    everybody = _check_in(store, ranks, timeout_s, gpu)
+    if not gpu:
         _check_addresses(everybody, host, port)
     return dist.PrefixStore(f"group/{everybody[0]['nonce']}", store)
 
@@ -142,8 +142,9 @@ def _listen(host: str, port: int, only_here: bool) -> socket.socket:
     except OSError as error:
         raise BadInput(
             f"rank 0 on {socket.gethostname()} cannot listen on port {port} "
-            f"({error.strerror}): another program or job has it; choose another "
-            "MASTER_PORT, the same for all ranks (ss -ltnp says who has it)"
+            f"({error.strerror}): another program or job has it, or a second process "
+            "that was given rank 0; choose another MASTER_PORT, the same for all ranks "
+            "(ss -ltnp says who has it)"
         ) from error
 
 
@@ -203,7 +204,7 @@ def _wait_for_port(rank: int, host: str, port: int, timeout_s: float) -> None:
 
 
 def _check_in(
-    store: dist.Store, ranks: Mapping[str, int], timeout_s: float, backend: str
+    store: dist.Store, ranks: Mapping[str, int], timeout_s: float, gpu: str
 ) -> list[dict[str, Any]]:
     """Say hello until rank 0 has heard everybody; return who everybody is, by rank."""
     rank, world_size = ranks["rank"], ranks["world_size"]
@@ -211,7 +212,7 @@ def _check_in(
         "nonce": uuid.uuid4().hex,
         "host": socket.gethostname(),
         "world_size": world_size,
-        "backend": backend,
+        "gpu": gpu,
         "gloo_address": _gloo_address(),
     }
     hello = [f"hello/{r}" for r in range(world_size)]
@@ -282,15 +283,28 @@ def _agreed(everybody: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 f"{they['world_size']}: it must be the number of ranks, and the same "
                 "for all of them"
             )
-        if they["backend"] != everybody[0]["backend"]:
-            on = {"nccl": "a GPU (nccl)", "gloo": "the CPU (gloo)"}
-            raise BadInput(
-                f"rank 0 on {everybody[0]['host']} computes on "
-                f"{on[everybody[0]['backend']]}, but rank {rank} on {they['host']} on "
-                f"{on[they['backend']]}: give every rank a GPU, or all of them "
-                "--device cpu"
-            )
+        for other in range(rank):
+            _check_gpus(other, everybody[other], rank, they)
     return everybody
+
+
+def _check_gpus(
+    rank: int, they: dict[str, Any], other_rank: int, others: dict[str, Any]
+) -> None:
+    """One backend for all, and no GPU for two: nccl would refuse it, in other words."""
+    one, other = they["gpu"], others["gpu"]
+    if bool(one) != bool(other):
+        on = ["a GPU (nccl)" if gpu else "the CPU (gloo)" for gpu in (one, other)]
+        raise BadInput(
+            f"rank {rank} on {they['host']} computes on {on[0]}, but rank {other_rank} "
+            f"on {others['host']} on {on[1]}: give every rank a GPU, or all of them "
+            "device cpu"
+        )
+    if one and (one, they["host"]) == (other, others["host"]):
+        raise BadInput(
+            f"ranks {rank} and {other_rank} on {they['host']} were given the same GPU: "
+            "start one rank a GPU, or choose device cpu"
+        )
 
 
 def _who_is_missing(

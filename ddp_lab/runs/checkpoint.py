@@ -32,6 +32,7 @@ __all__ = [
     "load_latest",
     "save",
     "saved_steps",
+    "set_aside",
     "tidy",
 ]
 
@@ -92,6 +93,20 @@ def tidy(folder: Path, step: int, keep: int) -> None:
         (folder / f"checkpoint-{other:08d}.pt").unlink(missing_ok=True)
     for left_over in folder.glob("checkpoint*.tmp"):  # of a process that was killed
         left_over.unlink(missing_ok=True)
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Give the checkpoint of a step another name, by which nobody goes on from it.
+
+    It ends in ``.diverged``, and is there to be looked at. ``checkpoint.pt`` is then
+    the one before.
+    """
+    path = folder / f"checkpoint-{step:08d}.pt"
+    if path.exists():
+        path.rename(path.with_name(path.name + ".diverged"))
+        (folder / _NEWEST).unlink(missing_ok=True)
+        if older := saved_steps(folder):
+            _link(folder / f"checkpoint-{older[0]:08d}.pt", folder / _NEWEST)
 
 
 def saved_steps(folder: Path) -> list[int]:

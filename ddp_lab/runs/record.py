@@ -2,6 +2,7 @@
 
     runs/NAME/
         config.json       every setting of the run, recipe and flags resolved
+        classes.json      the classes, in the order of the model's outputs
         environment.json  versions, device, backend, world size, git revision; and
                           under "resumed" the same for each time that it went on
         history.jsonl     one JSON object a line: "step" and "eval" records
@@ -20,7 +21,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -61,6 +62,7 @@ class Run:
         self.folder = folder
         self.config_file = folder / "config.json"
         self.environment_file = folder / "environment.json"
+        self.classes_file = folder / "classes.json"
         self.history_file = folder / "history.jsonl"
         self.picture_file = folder / "loss.png"
         self.checkpoint_file = folder / "checkpoint.pt"
@@ -102,7 +104,11 @@ class Run:
 
     @classmethod
     def create(
-        cls, folder: Path, config: TrainConfig, environment: dict[str, Any]
+        cls,
+        folder: Path,
+        config: TrainConfig,
+        environment: dict[str, Any],
+        classes: Sequence[str] = (),
     ) -> "Run":
         """Make the folder of a new run and write down what is run, and where.
 
@@ -114,6 +120,7 @@ class Run:
         with writing_to(folder):
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(run.environment_file, _pretty(environment))
+            write_atomically(run.classes_file, json.dumps(list(classes)) + "\n")
             run.write_config(config)
             run.history_file.touch()
         return run
@@ -149,7 +156,8 @@ class Run:
         """Add one line to the history. One rank a disk."""
         try:
             with self.history_file.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                # JSON has no NaN; what could be one is checked before it comes here
+                file.write(json.dumps(line, allow_nan=False) + "\n")
         except OSError as error:
             raise BadInput(
                 f"cannot write to {self.history_file}: {error.strerror}; make room and "

@@ -121,7 +121,11 @@ def _broadcast(own: Found | None, source: int, world: World) -> Found:
 
 
 def open_run(
-    config: TrainConfig, world: World, folder: Path | None, found: Found | None
+    config: TrainConfig,
+    world: World,
+    folder: Path | None,
+    found: Found | None,
+    classes: Sequence[str],
 ) -> tuple[Run | None, list[str]]:
     """Create or continue the run's folder, once on every disk.
 
@@ -130,6 +134,7 @@ def open_run(
         world: this rank.
         folder: of the run, on each machine (None: nobody writes).
         found: what to go on with.
+        classes: their names, in the order of the model's outputs.
 
     Returns:
         The run, on rank 0 and on the first rank of each machine whose disk is its own,
@@ -146,7 +151,7 @@ def open_run(
     run, problem = None, ""
     if _writes(folder, world, new=found is None and not config.auto_resume):
         try:
-            run = _create_or_continue(config, world, folder, found)
+            run = _create_or_continue(config, world, folder, found, classes)
         except BadInput as error:
             problem = str(error)
     writers = _fail_together(problem, world, socket.gethostname() if run else None)
@@ -209,7 +214,11 @@ def _told(text: str, host: str, hosts: Sequence[str]) -> str:
 
 
 def _create_or_continue(
-    config: TrainConfig, world: World, folder: Path, found: Found | None
+    config: TrainConfig,
+    world: World,
+    folder: Path,
+    found: Found | None,
+    classes: Sequence[str],
 ) -> Run:
     environment = describe_environment(
         device=str(world.device.type),
@@ -220,12 +229,18 @@ def _create_or_continue(
     )
     run = Run(folder)
     if found is None:
-        if config.auto_resume:  # it ended before its first checkpoint: start again
+        if config.auto_resume and run.config_file.exists():
+            if Run(folder).history.evals:
+                raise BadInput(
+                    f"out {folder}: the run there has done epochs and has no "
+                    "checkpoint any more, so nothing can go on: choose another --out"
+                )
+            # it ended before its first checkpoint: start again
             run.config_file.unlink(missing_ok=True)
             run.history_file.unlink(missing_ok=True)
-        return Run.create(folder, config, environment)
+        return Run.create(folder, config, environment, classes)
     if not run.config_file.is_file():  # the run comes from another machine
-        run = Run.create(folder, config, environment)
+        run = Run.create(folder, config, environment, classes)
     run.go_on(found.step, found.history, environment)
     checkpoint.tidy(folder, found.step, config.keep_checkpoints)
     if config.resume_anyway:  # from now on these are the run's settings

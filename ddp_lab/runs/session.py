@@ -12,6 +12,7 @@ also carries whether one of them was asked to stop, so that all stop after the s
 step; they ask that once more after each evaluation but the last.
 """
 
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from ddp_lab.runs.resume import Found, find_newest, open_run
 from ddp_lab.runs.state import TrainState, check_resumable
 from ddp_lab.runs.stop import StopRequest
 from ddp_lab.step import share_buffers
-from ddp_lab.world import World, gather_over_ranks
+from ddp_lab.world import World, gather_over_ranks, sum_over_ranks
 
 __all__ = ["OnLine", "Session", "open_session"]
 
@@ -78,7 +79,7 @@ def open_session(
     if found is not None:
         insisted = check_resumable(config, found.state, data)
         state.load(found.state, config, len(data.train))
-    run, writers = open_run(config, world, folder, found)
+    run, writers = open_run(config, world, folder, found, data.classes)
     num_train = len(data.train)
     report = Progress(
         "none" if world.rank else progress,
@@ -87,6 +88,8 @@ def open_session(
         state.steps_in_all(config, num_train),
     )
     report.say(_opening(config, world, num_train))
+    for note in data.notes:
+        report.say(note)
     if found is not None:
         for text in found.skipped if world.rank == 0 else ():
             if progress == "none":
@@ -116,13 +119,13 @@ class Session:
         on_line: OnLine | None,
     ) -> None:
         self.config = config
-        self.data = data
         self.world = world
         self.state = state
         self.run = run  # on the ranks that write, None elsewhere
         self._report = report
         self._request = request
         self._on_line = on_line
+        self._data_fingerprint = data.train.fingerprint()
         self._steps_per_epoch = config.steps_per_epoch(len(data.train))
         self._tallies: list[torch.Tensor] = []  # this rank's, since the last log point
         self._lap = time.perf_counter()
@@ -140,7 +143,7 @@ class Session:
             tally: what `train_step` returned on this rank.
 
         Raises:
-            Diverged: the loss became NaN or infinite.
+            Diverged: the loss or a weight became NaN or infinite.
             Stopped: somebody asked for it; there is a checkpoint of this step.
 
         Both on all ranks together.
@@ -179,6 +182,7 @@ class Session:
         if not is_last:  # else the epoch is over, and about to be saved anyway
             if save or asked:
                 share_buffers(state.model.module)  # whoever saves, saves the same
+                self._check_weights()
                 self._save()
             self._stop_if(asked, state.epoch + 1)
         self._lap = time.perf_counter()
@@ -190,11 +194,20 @@ class Session:
             result: what `evaluate` returned.
 
         Raises:
-            Stopped: somebody asked for it, on all ranks together.
+            Diverged: the model's weights or its loss are no finite numbers.
+            Stopped: somebody asked for it.
+
+        Both on all ranks together.
 
         **Collective**: all ranks must call it.
         """
         state = self.state
+        self._check_weights()
+        if not math.isfinite(result["loss"]):
+            raise self._diverged(
+                f"after step {state.step}, the last of epoch {state.epoch + 1}, the "
+                f"loss on the test images is {result['loss']}"
+            )
         means = _means(state.tally)
         state.epoch, state.tally = state.epoch + 1, [0.0, 0.0, 0.0]
         state.time_s += time.perf_counter() - self._lap
@@ -205,6 +218,8 @@ class Session:
         if state.epoch < self.config.epochs:
             _, asked = self._exchange()
             self._stop_if(asked, state.epoch)
+        else:
+            dist.barrier()  # whoever goes on finds the run saved
         self._lap = time.perf_counter()
 
     def _exchange(self) -> tuple[torch.Tensor, int]:
@@ -225,14 +240,43 @@ class Session:
         if not bad:
             return
         where = self.state.step - len(losses) + 1 + bad[0]
-        kept = ""
-        if self.run and (steps := checkpoint.saved_steps(self.run.folder)):
-            file = self.run.checkpoint_file
-            kept = f"; {file} is from before, after step {steps[0]}"
-        raise Diverged(
+        raise self._diverged(
             f"the loss became {losses[bad[0]].item()} at step {where}, in epoch "
-            f"{self.state.epoch + 1}: try a lower --lr{kept}"
+            f"{self.state.epoch + 1}",
+            wrecked_after=where - 1,
         )
+
+    def _check_weights(self) -> None:
+        """Stop all ranks rather than save what nobody can go on with.
+
+        The loss of a step is that of the weights before it.
+        """
+        weights = [p.detach() for p in self.state.model.parameters()]
+        bad = torch.stack([~w.isfinite().all() for w in weights]).any()
+        if sum_over_ranks(bad.float().view(1)).item():
+            raise self._diverged(
+                f"step {self.state.step} left weights that are no finite numbers"
+            )
+
+    def _diverged(self, what: str, wrecked_after: int | None = None) -> Diverged:
+        """The error, with what there is to go on with.
+
+        Args:
+            what: happened.
+            wrecked_after: the step whose weights were no good already, if that is known
+                only now: a checkpoint of it is set aside.
+        """
+        cure = "try a lower --lr"
+        if self.run:
+            folder = self.run.folder
+            if wrecked_after is not None:
+                checkpoint.set_aside(folder, wrecked_after)
+            if steps := checkpoint.saved_steps(folder):
+                cure += (
+                    f"; the checkpoint before is of step {steps[0]}, and --resume "
+                    f"{folder} --resume-anyway --lr LOWER goes on from it"
+                )
+        return Diverged(f"{what}: {cure}")
 
     def _record(self, line: dict[str, Any]) -> None:
         """Add a line to the history, and let whoever looks on see it."""
@@ -246,7 +290,7 @@ class Session:
             self.run.flush_history()  # a checkpoint counts on it
             checkpoint.save(
                 self.run.folder,
-                self.state.state(self.config, self.data),
+                self.state.state(self.config, self._data_fingerprint),
                 keep=self.config.keep_checkpoints,
             )
 

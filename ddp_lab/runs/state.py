@@ -8,7 +8,6 @@ same run. Before its first step the ranks compare what they are about to do
 
 import hashlib
 import json
-import math
 import platform
 import warnings
 from dataclasses import dataclass, field
@@ -55,14 +54,21 @@ def check_fits(config: TrainConfig, data: ImageSet, world_size: int) -> None:
             f"{num_train} training images: choose {num_train} or less"
         )
     rest = num_train % config.global_batch_size
-    if config.norm == "batch" and not config.drop_last and rest:
-        shares = {rest // world_size, math.ceil(rest / world_size)}
-        if any(share % micro == 1 for share in shares):
-            raise BadInput(
-                f"drop_last off: the last batch of an epoch has {rest} images, which "
-                "leaves a rank with one, and BatchNorm needs two; use --norm group or "
-                "sync, or --drop-last"
-            )
+    if config.norm == "group" or config.drop_last or not rest:
+        return
+    shares = [len(range(rank, rest, world_size)) for rank in range(world_size)]
+    at_once = [
+        [min(micro, max(0, share - done)) for share in shares]
+        for done in range(0, shares[0], micro)
+    ]
+    one_in_all = any(sum(ranks) == 1 for ranks in at_once)
+    if one_in_all or (config.norm == "batch" and any(1 in ranks for ranks in at_once)):
+        whom = "all ranks together" if one_in_all else "a rank"
+        raise BadInput(
+            f"drop_last off: the last batch of an epoch has {rest} images, which "
+            f"leaves {whom} with one, and BatchNorm needs two; use --norm group"
+            f"{'' if one_in_all else ' or sync'}, or --drop-last"
+        )
 
 
 @dataclass
@@ -81,15 +87,20 @@ class TrainState:
     train_s: float = 0.0  # seconds of training alone
     lr: float = 0.0  # of the step that was done last
 
-    def state(self, config: TrainConfig, data: ImageSet) -> dict[str, Any]:
-        """Everything that `checkpoint.save` wants."""
+    def state(self, config: TrainConfig, data_fingerprint: str) -> dict[str, Any]:
+        """Everything that `checkpoint.save` wants.
+
+        Args:
+            config: the settings of the run.
+            data_fingerprint: of the training images.
+        """
         return {
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "progress": {name: getattr(self, name) for name in _PROGRESS},
             "config": config.to_json(),
-            "data": data.train.fingerprint(),
+            "data": data_fingerprint,
         }
 
     def load(self, state: dict[str, Any], config: TrainConfig, num_train: int) -> None:

@@ -17,11 +17,9 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["STOP_SIGNALS", "StopRequest"]
+from ddp_lab.errors import STOP_SIGNALS
 
-STOP_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)
-)
+__all__ = ["StopRequest"]
 
 
 class StopRequest:

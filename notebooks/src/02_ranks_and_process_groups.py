@@ -472,8 +472,9 @@ check(collect_on_rank_0, "collect_on_rank_0")
 
 # %% [markdown]
 # **3.** Collectives are made of messages between two ranks. `dist.send(tensor, dst)`
-# sends one, and `dist.recv(tensor, src)` waits for one and overwrites the tensor. Write
-# a broadcast with them.
+# sends one, and `dist.recv(tensor, src)` waits for one and overwrites the tensor.
+# (`isend` and `irecv` return a handle instead of waiting. Call its `wait()`, and keep
+# the tensor until then: dropped, the message may never arrive.) Write a broadcast.
 
 
 # %%

@@ -363,6 +363,37 @@ print(f"{right} of {num_samples} are right: {right / num_samples:.4%}")
 # So evaluate `ddp.module`, in `eval()` mode. The training program of `ddp_lab` does all
 # this, with `shard_indices` from `ddp_lab.data`.
 #
+# ## A stream has no numbers
+#
+# An `IterableDataset` only knows its next sample, so no sampler can deal it out.
+#
+# **Predict:** what does each rank see of a stream of 0 to 7?
+
+# %%
+# %%ranks
+from itertools import islice
+
+from torch.utils.data import IterableDataset
+
+
+class Stream(IterableDataset):
+    def __init__(self, first=0, step=1):
+        self.first, self.step = first, step
+
+    def __iter__(self):
+        return islice(range(8), self.first, None, self.step)
+
+
+for stream in Stream(), Stream(rank, world_size):
+    print([n for batch in DataLoader(stream, batch_size=2) for n in batch.tolist()])
+
+# %% [markdown]
+# All of it, until the stream itself leaves out what belongs to the others. With
+# `num_workers` each worker would repeat it once more: there its `__iter__` must also
+# ask `torch.utils.data.get_worker_info()`. And if the ranks' parts differ in length,
+# the last steps deadlock: count batches, not samples. `ddp_lab`'s training refuses
+# streams by name.
+#
 # ## Summary
 #
 # - Without a sampler, every rank sees everything: W times the work for the same result.

@@ -1,11 +1,14 @@
-"""cluster/slurm.sbatch on a real Slurm of two nodes, made for these tests.
+"""The job scripts in cluster/ on a real Slurm of two nodes, made for these tests.
 
-Each node is a host of hosts.py with a slurmd; the first has the slurmctld too. All
-files of this Slurm are in a temporary folder. Needs root, iproute2, slurm-wlm, munge.
+Each node is a host of hosts.py with a slurmd; the first has the slurmctld too. Slurm
+takes /dev/null for the GPU of each. All files of this Slurm are in a temporary folder.
+Needs root, iproute2, slurm-wlm, munge.
 """
 
 import os
+import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -13,9 +16,9 @@ import pytest
 
 from ddp_lab.runs.record import Run
 from multihost.hosts import missing_for_hosts, two_hosts, wait_for
-from small_commands import ENVIRON, hold, num_held
+from small_commands import ENVIRON, forget_held, hold, let_go, num_held
 
-SCRIPT = Path(__file__).resolve().parents[2] / "cluster" / "slurm.sbatch"
+CLUSTER = Path(__file__).resolve().parents[2] / "cluster"
 _TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 
 
@@ -45,6 +48,7 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
@@ -56,8 +60,9 @@ SchedulerParameters=sched_interval=1,batch_sched_delay=0
 MinJobAge=3600
 ReturnToService=2
 KillWait=5
-NodeName=host1 NodeAddr=10.77.0.1 CPUs=1 State=UNKNOWN
-NodeName=host2 NodeAddr=10.77.0.2 CPUs=1 State=UNKNOWN
+GresTypes=gpu
+NodeName=host1 NodeAddr=10.77.0.1 CPUs=2 Gres=gpu:1 State=UNKNOWN
+NodeName=host2 NodeAddr=10.77.0.2 CPUs=2 Gres=gpu:1 State=UNKNOWN
 PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 SMALL = ["--limit-train=64", "--limit-test=16", "--global-batch-size=8", "--device=cpu",
@@ -67,8 +72,9 @@ SMALL = ["--limit-train=64", "--limit-test=16", "--global-batch-size=8", "--devi
 class Slurm:
     """What a user of the cluster can do, on host1."""
 
-    def __init__(self, host, folder):
-        self.host, self.folder = host, folder
+    def __init__(self, hosts, folder):
+        self.hosts, self.folder = hosts, folder
+        self.host = hosts[0]
         self.number = 0
 
     def do(self, *command):
@@ -77,14 +83,15 @@ class Slurm:
         environ = {
             **ENVIRON,
             "SLURM_CONF": str(self.folder / "slurm.conf"),
-            "PYTHON": sys.executable,
         }
         process = self.host.start(command, log=log, cwd=self.folder, **environ)
         assert process.wait(60) == 0, f"{command}: {log.read_text()}"
         return log.read_text()
 
-    def submit(self, *arguments):
-        return self.do("sbatch", "--parsable", str(SCRIPT), *arguments).strip()
+    def submit(self, script, *arguments):
+        """The job has both CPUs of each node, and is to use one."""
+        options = ["--parsable", "--exclusive", "--cpus-per-task=1"]
+        return self.do("sbatch", *options, str(CLUSTER / script), *arguments).strip()
 
     def state(self, job):
         fields = self.do("scontrol", "--oneliner", "show", "job", job).split()
@@ -126,6 +133,10 @@ def slurm(tmp_path_factory):
     for name in ("state", "spool-host1", "spool-host2"):
         (folder / name).mkdir()
     (folder / "slurm.conf").write_text(CONF.format(folder=folder))
+    (folder / "gres.conf").write_text("Name=gpu File=/dev/null\n")
+    activate = folder / ".venv" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.write_text(f"PATH={Path(sys.executable).parent}:$PATH\n")
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
@@ -144,7 +155,7 @@ def slurm(tmp_path_factory):
         for host in hosts:
             log = folder / f"slurmd-{host.name}"
             daemons.append(host.start(["slurmd", "-D"], log=log, cwd=folder, **environ))
-        cluster = Slurm(first, folder)
+        cluster = Slurm(hosts, folder)
         try:
             wait_for(lambda: cluster.is_up(), "slurmctld answers", among=daemons)
             yield cluster
@@ -154,7 +165,7 @@ def slurm(tmp_path_factory):
 
 
 def test_a_job_on_two_nodes(slurm):
-    job = slurm.submit(*SMALL, "--epochs=2")
+    job = slurm.submit("slurm.sbatch", *SMALL, "--epochs=2")
     slurm.wait_for_state(job, "COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL")
     assert slurm.state(job)["JobState"] == "COMPLETED", slurm.logs(job)
     assert slurm.state(job)["NodeList"] == "host[1-2]"
@@ -168,25 +179,55 @@ def test_a_job_on_two_nodes(slurm):
     assert [line["epoch"] for line in run.history.evals] == [1, 2]
 
 
-def test_a_job_whose_time_is_over_goes_on(slurm):
-    """The signal that Slurm sends before the time limit; here scancel sends it."""
+def signal_first_processes(slurm):
+    """As a Slurm does that signals the first process of each task only."""
+    for host in slurm.hosts:
+        words = {p: Path(f"/proc/{p}/cmdline").read_bytes() for p in host.pids()}
+        start = re.compile(rb"[^\0]*bash\0-c\0on_each_node ")
+        [task] = [pid for pid, command in words.items() if start.match(command)]
+        os.kill(task, signal.SIGUSR1)
+
+
+@pytest.mark.parametrize(
+    ("script", "signalled"),
+    [
+        ("slurm.sbatch", "all processes"),
+        ("slurm_torchrun.sbatch", "all processes"),
+        ("slurm_torchrun.sbatch", "first processes"),
+    ],
+)
+def test_a_job_whose_time_is_over_goes_on(slurm, script, signalled):
+    """The signal that Slurm sends before the time limit; here scancel sends it.
+
+    It comes while rank 0 saves, and nobody may kill that.
+    """
     epochs = 3
-    hold(slurm.folder, "step 4")
-    job = slurm.submit(*SMALL, f"--epochs={epochs}")
+    forget_held(slurm.folder)
+    hold(slurm.folder, "saving 4")
+    job = slurm.submit(script, *SMALL, f"--epochs={epochs}", "--checkpoint-every=4")
     run = Run(slurm.folder / f"runs/digits-resnet18-slurm-{job}-0")
 
-    wait_for(
-        lambda: num_held(slurm.folder, "step 4") == 2, "the job has begun", limit_s=300
-    )
-    slurm.do("scancel", "--signal=USR1", job)
+    wait_for(lambda: num_held(slurm.folder, "saving 4"), "it has begun", limit_s=300)
+    assert slurm.state(job)["TresPerNode"] == "gres:gpu:1"
+    step = slurm.do("scontrol", "show", "step", f"{job}.0")
+    assert "CPUs=2 Tasks=2 " in step
+    if signalled == "all processes":
+        slurm.do("scancel", "--signal=USR1", job)
+    else:
+        signal_first_processes(slurm)
+    if script == "slurm_torchrun.sbatch":
+        wait_for(
+            lambda: slurm.output(job).count("death signal, shutting down workers") == 2,
+            "both torchruns have been told",
+        )
+    let_go(slurm.folder)
     wait_for(lambda: slurm.state(job)["Restarts"] == "1", "it is requeued", limit_s=300)
     slurm.wait_for_state(job, "COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL")
     assert slurm.state(job)["JobState"] == "COMPLETED", slurm.logs(job)
     said = slurm.output(job)
-    assert said.count("ddp_lab.train: stopped by SIGUSR1 after step ") == 1, said
-    assert said.count("going on after step ") == 1, said
-    assert "stopped by SIGUSR1 after step 4," in said
-    assert "going on after step 4," in said
+    stops = re.findall(r"ddp_lab\.train: stopped by SIG\w+ after step (\d+),", said)
+    assert len(stops) == 1, said
+    assert re.findall(r"going on after step (\d+),", said) == stops, said
     assert f"after {epochs} epochs" in said
     steps = Run.open(run.folder).history.steps
     assert [line["step"] for line in steps] == [*range(1, 8 * epochs + 1)]

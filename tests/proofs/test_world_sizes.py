@@ -129,7 +129,7 @@ def test_refusals(monkeypatch, world_sizes, settings, num_steps, message):
     def never(*args, **kwargs):
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(module, "launch", never)
+    monkeypatch.setattr(module, "Workers", never)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(BadInput, match=message) as refused:
         compare_world_sizes(

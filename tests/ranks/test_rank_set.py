@@ -4,6 +4,7 @@ What a rank is born with, and what is left if it is not born, is told here too.
 """
 
 import gc
+import multiprocessing
 import os
 import socket
 import textwrap
@@ -16,7 +17,11 @@ import torch.multiprocessing
 
 import rank_functions as on_ranks
 from ddp_lab.errors import LabError, RankFailed, RanksStuck
-from ddp_lab.ranks._environment import threads_per_rank
+from ddp_lab.ranks._environment import (
+    no_start_method_chosen,
+    num_cores,
+    threads_per_rank,
+)
 from ddp_lab.ranks._main import rank_main
 from ddp_lab.ranks._pickling import pack_call
 from ddp_lab.ranks._rank_set import RankSet
@@ -124,6 +129,32 @@ def test_a_machine_that_lets_nobody_connect(monkeypatch):
     monkeypatch.setattr(socket, "create_connection", refuse)
     with pytest.raises(LabError, match=r"Network is unreachable.*loopback"):
         host_store()
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [
+        ("max 100000", 8),
+        ("150000 100000", 1),
+        ("50000 100000", 1),
+        ("300000 100000", 3),
+    ],
+)
+def test_cores_of_a_container(monkeypatch, tmp_path, quota, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    file = tmp_path / "cpu.max"
+    assert num_cores(str(file)) == 8
+    file.write_text(quota + "\n")
+    assert num_cores(str(file)) == cores
+
+
+def test_how_the_users_loaders_start_is_the_users_choice(monkeypatch):
+    methods = multiprocessing.get_all_start_methods()
+    for chosen, open_ in [(None, True), (methods[0], True), (methods[1], False)]:
+        monkeypatch.setattr(
+            multiprocessing, "get_start_method", lambda allow_none, name=chosen: name
+        )
+        assert no_start_method_chosen() is open_
 
 
 def test_threads_per_rank(monkeypatch):

@@ -3,6 +3,7 @@
 The ranks here are threads of this process: `meet` needs no more than a rank's numbers.
 """
 
+import re
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -132,6 +133,29 @@ def test_the_missing_are_named_with_their_host(monkeypatch):
     assert said[0].endswith(f"Arrived: 0-1 on {here}.")
 
 
+@pytest.mark.parametrize(
+    ("gpus", "message"),
+    [
+        (
+            ["", "GPU-1"],
+            r"rank 0 on \S+ computes on the CPU \(gloo\), but rank 1 on \S+ on a GPU",
+        ),
+        (
+            ["GPU-1", "GPU-1"],
+            r"ranks 0 and 1 on \S+ were given the same GPU: start one",
+        ),
+    ],
+)
+def test_gpus_that_do_not_go_together(free_port, gpus, message):
+    """Said before nccl would wait, or refuse it in words of its own."""
+    with ThreadPoolExecutor(2) as pool:
+        both = [
+            pool.submit(meet, ranks(r), 20.0, gpu=gpu) for r, gpu in enumerate(gpus)
+        ]
+        for one in both:
+            assert re.search(message, str(one.exception()))
+
+
 def test_rank_0_is_missing(monkeypatch, free_port):
     for name, value in (SLURM | {"SLURM_PROCID": "2", "SLURM_NODEID": "1"}).items():
         monkeypatch.setenv(name, value)
@@ -156,7 +180,7 @@ def test_port_is_taken(free_port):
     with socket.create_server(("127.0.0.1", free_port)):
         with pytest.raises(BadInput, match=f"cannot listen on port {free_port} ") as e:
             meet(ranks(0), 1.0)
-    assert "another program or job has it; choose another MASTER_PORT" in str(e.value)
+    assert "another program or job has it, or a second process" in str(e.value)
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9])

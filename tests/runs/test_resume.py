@@ -194,7 +194,7 @@ def on_two_hosts(config, data, world, case):
     fit(config, data, host, folder)
     return {
         "newest": [newest.step, newest.history.count("\n"), len(newest.state["model"])],
-        "one disk": open_run(config, host, case / "one disk", None)[0] is not None,
+        "one disk": open_run(config, host, case / "one disk", None, ())[0] is not None,
         **bad_files_on_a_host(host, case),
         **another_run_on_a_host(config, host, case),
     }
@@ -230,7 +230,7 @@ def another_run_on_a_host(config, host, case):
         elif host.rank == 1:
             folder.write_text("a file")
         before = sorted(folder.parent.rglob("*"))
-        found[name] = complaint_of(open_run, config, host, folder, None)
+        found[name] = complaint_of(open_run, config, host, folder, None, ())
         assert sorted(folder.parent.rglob("*")) == before  # nothing is made, or lost
     return found
 
@@ -348,7 +348,13 @@ def test_each_host_has_the_whole_run(folder, on_two):
     assert_equal(*hosts)
     assert [sorted(p.name for p in host.iterdir()) for host in hosts] == [
         [f"checkpoint-{step:08d}.pt" for step in (10, 12, 15)]
-        + ["checkpoint.pt", "config.json", "environment.json", "history.jsonl"]
+        + [
+            "checkpoint.pt",
+            "classes.json",
+            "config.json",
+            "environment.json",
+            "history.jsonl",
+        ]
     ] * 2
     in_mid_epoch = [checkpoint.load(h / "checkpoint-00000012.pt") for h in hosts]
     for name, tensor in in_mid_epoch[0]["model"].items():
@@ -359,7 +365,7 @@ def test_hosts_that_share_a_disk(folder, on_two):
     """Only rank 0 writes."""
     assert [found["hosts"]["one disk"] for found in on_two] == [True, False]
     names = {p.name for p in (folder / "log_every" / "one disk").iterdir()}
-    assert names == {"config.json", "environment.json", "history.jsonl"}
+    assert names == {"classes.json", "config.json", "environment.json", "history.jsonl"}
 
 
 def test_bad_files_on_another_host(folder, on_two):
@@ -398,6 +404,7 @@ def test_keep_checkpoints(folder, on_two):
         "checkpoint-00000012.pt",
         "checkpoint-00000015.pt",
         "checkpoint.pt",
+        "classes.json",
         "config.json",
         "environment.json",
         "history.jsonl",
