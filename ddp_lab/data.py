@@ -157,10 +157,11 @@ _SOCKET_BYTES = 107 - len("/pymp-12345678/listener-12345678")
 
 
 def _check_sockets(num_workers: int) -> None:
-    """Refuse a folder in which workers would wait for ever: their socket has no name.
+    """Refuse a folder in which a rank would wait for ever for its workers.
 
-    They hand over tensors by a socket in a folder of multiprocessing's; the system
-    takes 107 bytes as its name, and the error is lost in a thread.
+    They hand over tensors through a socket in a folder of multiprocessing's. Linux
+    allows its name 107 bytes; if it is longer, a worker's thread prints an error and
+    drops the batch.
     """
     folder = tempfile.gettempdir()
     if num_workers and len(os.fsencode(folder)) > _SOCKET_BYTES:
@@ -174,8 +175,8 @@ def _check_sockets(num_workers: int) -> None:
 def _outlive_signals(worker: int) -> None:
     """Leave it to the rank to stop when asked: it needs its workers to end the step.
 
-    Clusters send SIGTERM to all processes of a job, and a worker would die of it first.
-    The one that its own rank sends still ends it.
+    Some clusters send SIGTERM to all processes of a job, and a worker would die of it
+    first. The one that its own rank sends still ends it. (Not on macOS.)
     """
     if hasattr(signal, "sigwaitinfo"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -214,7 +215,7 @@ class TrainSampler(DistributedSampler[Any]):
 
 
 def _check_has_length(split: Any) -> None:
-    """Refuse a stream: a rank's share is a set of numbers, and its samples have none.
+    """Refuse a stream: a rank's share is a set of indices, and its samples have none.
 
     torch hands every rank, and every worker of its loader, the whole stream.
     """

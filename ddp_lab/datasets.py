@@ -132,7 +132,7 @@ def _read_image(path: str) -> Any:
     """A file as an RGB image of PIL, the right way up.
 
     Raises:
-        BadInput: it is damaged, no image, or of a kind that has no 8 bits a channel.
+        BadInput: it is damaged, no image, or its pixels are fractions or have 32 bits.
     """
     import numpy
     from PIL import Image, ImageOps

@@ -20,7 +20,13 @@ from ddp_lab.datasets import ImageSet, load_dataset_together
 from ddp_lab.model import build_model, check_model
 from ddp_lab.runs.progress import ProgressStyle
 from ddp_lab.runs.session import OnLine, open_session
-from ddp_lab.runs.state import TrainState, check_fits, fingerprint, start_training
+from ddp_lab.runs.state import (
+    TrainState,
+    check_fits,
+    check_last_batch,
+    fingerprint,
+    start_training,
+)
 from ddp_lab.runs.stop import StopRequest
 from ddp_lab.step import deterministic_algorithms, evaluate, train_step
 from ddp_lab.world import World, check_same, join_world
@@ -170,6 +176,7 @@ def fit_on_rank(
             data = load_dataset_together(config, world)
             micro, _ = config.batches(world.world_size)
             check_model(config, len(data.classes), micro, world.world_size)
+            check_last_batch(config, data, world.world_size)
         return fit(
             config,
             data,

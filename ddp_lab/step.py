@@ -29,10 +29,11 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 def deterministic_algorithms(on: bool) -> Iterator[None]:
     """Let torch use only algorithms that give the same bits each time.
 
-    On the CPU all that this package computes is so by itself. On a GPU some sums come
-    in another order each time, cuDNN may choose another algorithm, and TF32 rounds
-    products to 10 bits; what this does there was read in PyTorch's notes on
-    reproducibility, and has not been run.
+    On the CPU all that this package computes is so by itself, at the same number of
+    threads. On a GPU some sums come in another order each time, and cuDNN may choose
+    another algorithm. TF32 is switched off too: it gives the same bits each time, but
+    rounds the factors of a product to 10 bits, and only some GPUs have it. (Read in
+    PyTorch's notes, not run.) CUBLAS_WORKSPACE_CONFIG stays set afterwards.
 
     Args:
         on: False leaves everything as it is.

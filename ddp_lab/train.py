@@ -32,7 +32,7 @@ from ddp_lab.ranks.launch import OnRecord, launch, leave_process, send_record, s
 from ddp_lab.runs import checkpoint
 from ddp_lab.runs.progress import ProgressStyle
 from ddp_lab.runs.record import Run
-from ddp_lab.runs.state import check_fits, check_resumable
+from ddp_lab.runs.state import check_fits, check_last_batch, check_resumable
 from ddp_lab.runs.stop import StopRequest
 from ddp_lab.world import count_gpus, pick_device, read_ranks
 
@@ -202,6 +202,7 @@ def _spawn(
     data = load_dataset(config)
     check_fits(config, data, num_ranks)
     check_model(config, len(data.classes), micro, num_ranks)
+    check_last_batch(config, data, num_ranks)
     if state is not None:
         check_resumable(config, state, data)
     del state  # the ranks read their own

@@ -123,16 +123,16 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, int] | None
 
 
 def _check_no_shell(environ: Mapping[str, str]) -> None:
-    """Refuse to be a task that is a shell: the other tasks are shells, and not here."""
+    """Refuse to be rank 0 in an ``srun --pty`` shell: no other task runs this."""
     import psutil
 
     parent = psutil.Process().parent()
     if "SLURM_PTY_PORT" in environ and (not parent or parent.name() != "slurmstepd"):
         raise BadInput(
             f"this is an interactive srun shell of {environ['SLURM_STEP_NUM_TASKS']} "
-            "tasks, and the others wait in shells of their own: start all ranks with "
-            "srun --overlap python ..., or unset SLURM_STEP_NUM_TASKS to let this "
-            "process start ranks here"
+            "tasks, of which only this one has a terminal; none of the others runs "
+            "this command: start all ranks with srun --overlap python ..., or unset "
+            "SLURM_STEP_NUM_TASKS to let this process start ranks here"
         )
 
 
@@ -168,15 +168,17 @@ def pick_device(
         local_rank: this rank's number on its machine.
         local_world_size: number of ranks on this machine.
         joined: torchrun or Slurm has started this rank. It may show each rank a GPU of
-            its own, and no other (``--gpus-per-task=1``); and GPUs that are there are
-            never left idle in silence.
+            its own, and no other (``--gpus-per-task=1``); and a rank never takes the
+            CPU, unasked, on a machine that shows GPUs.
 
     Returns:
         ``cuda:LOCAL_RANK``, ``cuda:0`` where it is the only one, or ``cpu``.
 
     Raises:
-        BadInput: there are fewer GPUs than local ranks, and ``cuda`` is asked for or
-            a launcher has started the ranks.
+        BadInput: ``cuda`` is asked for and there is no GPU; or there are fewer GPUs
+            than local ranks, and ``cuda`` is asked for or a launcher has started the
+            ranks. Under a launcher a single GPU is taken for this rank's own (`meet`
+            refuses one that two ranks share), and with ``auto`` no GPU means the CPU.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise BadInput(f"device {device!r} is unknown: choose auto, cpu or cuda")

@@ -31,7 +31,7 @@ from ddp_lab.ranks.launch import launch
 from ddp_lab.ranks.workers import Workers
 from ddp_lab.runs import checkpoint, state
 from ddp_lab.runs.record import Run
-from ddp_lab.runs.state import check_fits, start_training
+from ddp_lab.runs.state import check_fits, check_last_batch, start_training
 from ddp_lab.step import evaluate, train_step
 from ddp_lab.world import join_world
 from worlds import in_world_of
@@ -579,12 +579,10 @@ def test_evaluation_is_of_one_model(on_two):
         ),
         ({"limit_train": 20, "global_batch_size": 32}, 2, "choose 20 or less"),
         ({"global_batch_size": 32}, 3, "nearest that does is 30 or 33"),
-        # 65 = 4 x 16 + 1: the last batch is one image, of all ranks together
         (
-            {"limit_train": 65, "global_batch_size": 16, "drop_last": False}
-            | {"norm": "sync"},
+            {"limit_train": 65, "global_batch_size": 16, "drop_last": False},
             2,
-            "leaves all ranks together with one, .* use --norm group, or --drop-last",
+            "leaves a rank with one, .* use --norm group, or --drop-last",
         ),
         (
             {"limit_train": 66, "global_batch_size": 16, "drop_last": False},
@@ -600,13 +598,25 @@ def test_runs_that_cannot_fit(settings, world_size, message):
 
 
 @pytest.mark.parametrize(
-    ("norm", "num_images"), [("sync", 66), ("batch", 68), ("group", 65)]
+    ("norm", "num_images", "image_size"),
+    [("sync", 66, 32), ("sync", 65, 64), ("group", 65, 32)],
 )
-def test_a_small_last_batch_that_fits(norm, num_images):
+def test_a_small_last_batch_that_fits(norm, num_images, image_size):
+    """Of one image of 64 pixels the last layers still see 2 x 2 places."""
+    settings = {"limit_train": num_images, "norm": norm, "image_size": image_size}
+    config = TrainConfig(**settings, global_batch_size=16, drop_last=False)
+    data = load_dataset(config)
+    check_fits(config, data, 2)
+    check_last_batch(config, data, 2)
+
+
+def test_a_last_batch_of_one_image_in_all():
     config = TrainConfig(
-        limit_train=num_images, global_batch_size=16, drop_last=False, norm=norm
+        limit_train=65, global_batch_size=16, drop_last=False, norm="sync"
     )
-    check_fits(config, load_dataset(config), 2)
+    message = "all ranks together with one image, and model resnet18 cannot take 1"
+    with pytest.raises(BadInput, match=message):
+        check_last_batch(config, load_dataset(config), 2)
 
 
 def test_dropout_draws_other_numbers_on_each_rank_and_in_each_step(on_two):

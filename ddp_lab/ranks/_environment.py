@@ -80,6 +80,8 @@ def early_env(num_threads: int) -> dict[str, str]:
         "NCCL_SOCKET_IFNAME": _LOOPBACK,
         # the flight recorder keeps the last collectives that a rank entered
         "TORCH_FR_BUFFER_SIZE": "256",
+        # ... and nccl's says which of them the GPU has begun (not run)
+        "TORCH_NCCL_ENABLE_TIMING": "1",
         # without a name server the store warns that it cannot look up its own clients
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }

@@ -179,7 +179,10 @@ def _answer(control: Connection, parent: int) -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill what ranks of a set have started, however far it has moved away."""
+    """Kill the ranks of a set and what they have started, in whatever process group.
+
+    They are known by a variable that they have inherited.
+    """
     import psutil
 
     for process in psutil.process_iter():
@@ -344,7 +347,8 @@ def leave_process(exit_status: int) -> NoReturn:
     Python would then take itself apart, for a second. Meanwhile the C++ threads of gloo
     go on, as a DDP model keeps its group alive even after `destroy_process_group`; if
     one of them lets go of a tensor just then it aborts the process, and a finished run
-    ends with status 134 (https://github.com/pytorch/pytorch/pull/179291).
+    ends with status 134 (the abort is described in
+    https://github.com/pytorch/pytorch/pull/179291, which was not merged).
     """
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]

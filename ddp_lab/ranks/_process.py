@@ -69,7 +69,8 @@ class RankProcess:
         """Whether the process is gone, whoever still holds its ends of the channels.
 
         A process that it forked does: a pool's, a loader's. The exit code is not asked
-        for, as that would free the process's number, by which its children are found.
+        for, as that would reap the process: if its group is empty, the number could
+        soon be another's.
         """
         import psutil
 

@@ -156,8 +156,8 @@ def _hint(rows: Sequence[Row]) -> str:
         )
     if any(row.collective.split(" ")[0] in POINT_TO_POINT for row in waiting):
         return (
-            "a message needs both ends: one recv for each send, and wait() on what "
-            "isend and irecv return, while its tensor is kept"
+            "a message needs both ends: one recv for each send, and wait() on the "
+            "handle that isend and irecv return; keep it until then"
         )
     if waiting and left:
         return (

@@ -11,9 +11,9 @@ rank will ever send. This module tells it from work:
 
 Whatever else a rank does may end by itself and is left alone: it computes, waits for a
 child, a disk or a person, or holds the interpreter's lock. If it never ends, as an
-endless loop, ``timeout_s`` ends it. CPU time says little: a waiting rank may spin. It
-counts only where the waiting ranks are in the same collective, which may be carrying
-much data.
+endless loop, ``timeout_s`` ends it, if one was given. CPU time says little: a waiting
+rank may spin. It counts only for a rank whose collective another rank is in too, or
+whose message it may be the other end of: much data may be on its way.
 """
 
 import contextlib
@@ -169,8 +169,9 @@ def last_collective() -> LastCollective:
     """The last collective this rank entered, of the groups of either backend.
 
     gloo and nccl each keep a flight recorder of their own. An nccl collective waits for
-    others once the GPU has begun it; before, it waits for the GPU's other work. (How
-    nccl fills its recorder was read, not run.)
+    others once the GPU has begun it; before, it waits for the GPU's other work. nccl's
+    recorder knows that only with TORCH_NCCL_ENABLE_TIMING, which ranks are born with.
+    (How nccl fills its recorder was read, not run.)
     """
     try:  # torch may be half imported, and the recorders' readers are private names
         initialized = sys.modules["torch.distributed"].is_initialized()
@@ -238,8 +239,9 @@ class Watch:
     def saw(self, rank: int, sight: Sight) -> None:
         """Note what ``rank`` is doing now.
 
-        Only what is seen counts: a rank that has not answered does not rest, and a gap
-        between two sights, because all processes were paused, is not taken for rest.
+        Only what is seen counts: a rank that has not answered does not rest, and of a
+        gap between two sights, as when all processes were paused, at most a quarter of
+        ``stuck_after_s`` counts as rest.
         """
         now = time.monotonic()
         gap_s = now - self._seen_at[rank]

@@ -8,6 +8,10 @@ A hello is repeated until it is answered, and it carries a number that was never
 before (a *nonce*): what an earlier attempt left in the store is not taken for a rank
 that is here now, as torchrun starts one attempt after another on one store.
 
+The store has no password: who reaches its port can take part, or disturb. On one
+machine it listens on the loopback interface only; on several, at the address that
+MASTER_ADDR names, which belongs into a network of the cluster's own.
+
 Whoever waits in vain says who is missing, and on which host as far as that is known.
 """
 

@@ -23,12 +23,13 @@ import ddp_lab
 from ddp_lab.config import TrainConfig
 from ddp_lab.datasets import ImageSet, ImagesOnDisk
 from ddp_lab.errors import BadInput
-from ddp_lab.model import wrap_model
+from ddp_lab.model import check_model, wrap_model
 from ddp_lab.world import World
 
 __all__ = [
     "TrainState",
     "check_fits",
+    "check_last_batch",
     "check_resumable",
     "fingerprint",
     "start_training",
@@ -41,7 +42,7 @@ def check_fits(config: TrainConfig, data: ImageSet, world_size: int) -> None:
     Raises:
         BadInput: the batch does not divide, or there are too few images.
     """
-    micro, _ = config.batches(world_size)
+    config.batches(world_size)
     num_train = len(data.train)
     if num_train < world_size:
         raise BadInput(
@@ -53,22 +54,45 @@ def check_fits(config: TrainConfig, data: ImageSet, world_size: int) -> None:
             f"global_batch_size {config.global_batch_size} is more than the "
             f"{num_train} training images: choose {num_train} or less"
         )
+    sizes = _last_batch(config, num_train, world_size)
+    if config.norm == "batch" and any(1 in ranks for ranks in sizes):
+        raise BadInput(
+            f"drop_last off: the last batch of an epoch has {sum(map(sum, sizes))} "
+            "images, which leaves a rank with one, and BatchNorm needs two; use --norm "
+            f"group{' or sync' if min(map(sum, sizes)) > 1 else ''}, or --drop-last"
+        )
+
+
+def check_last_batch(config: TrainConfig, data: ImageSet, world_size: int) -> None:
+    """Check that the model can take an epoch's last batch, if that is one image.
+
+    Raises:
+        BadInput: it cannot; see `check_model`.
+    """
+    sizes = _last_batch(config, len(data.train), world_size)
+    if config.norm == "sync" and any(sum(ranks) == 1 for ranks in sizes):
+        try:
+            check_model(config, len(data.classes), 1)
+        except BadInput as error:
+            raise BadInput(
+                f"drop_last off: the last batch of an epoch leaves all ranks together "
+                f"with one image, and {error}; or use --norm group, or --drop-last"
+            ) from error
+
+
+def _last_batch(
+    config: TrainConfig, num_train: int, world_size: int
+) -> list[list[int]]:
+    """How many images each rank holds at once in a last, smaller batch, in order."""
     rest = num_train % config.global_batch_size
-    if config.norm == "group" or config.drop_last or not rest:
-        return
+    if config.drop_last or not rest:
+        return []
+    micro, _ = config.batches(world_size)
     shares = [len(range(rank, rest, world_size)) for rank in range(world_size)]
-    at_once = [
+    return [
         [min(micro, max(0, share - done)) for share in shares]
         for done in range(0, shares[0], micro)
     ]
-    one_in_all = any(sum(ranks) == 1 for ranks in at_once)
-    if one_in_all or (config.norm == "batch" and any(1 in ranks for ranks in at_once)):
-        whom = "all ranks together" if one_in_all else "a rank"
-        raise BadInput(
-            f"drop_last off: the last batch of an epoch has {rest} images, which "
-            f"leaves {whom} with one, and BatchNorm needs two; use --norm group"
-            f"{'' if one_in_all else ' or sync'}, or --drop-last"
-        )
 
 
 @dataclass

@@ -473,8 +473,9 @@ check(collect_on_rank_0, "collect_on_rank_0")
 # %% [markdown]
 # **3.** Collectives are made of messages between two ranks. `dist.send(tensor, dst)`
 # sends one, and `dist.recv(tensor, src)` waits for one and overwrites the tensor.
-# (`isend` and `irecv` return a handle instead of waiting. Call its `wait()`, and keep
-# the tensor until then: dropped, the message may never arrive.) Write a broadcast.
+# (`isend` and `irecv` return a handle instead of waiting. Keep it, call its `wait()`,
+# and leave the tensor alone until then: if the handle is dropped, the message may never
+# arrive.) Write a broadcast.
 
 
 # %%

@@ -157,7 +157,8 @@ print("with set_epoch:   ", len(with_it), "samples")
 # ranks, on the **global batch**. Take the 1440 training digits, and leave a script's
 # `batch_size=32` as it is, or share out a global batch of 32.
 #
-# **Predict:** how many steps has an epoch on 4 ranks, in both cases?
+# **Predict:** how many steps has an epoch on 4 ranks, in both cases? And if 1, 2 and 4
+# ranks share a global batch of 8, does the first one hold the same samples each time?
 
 # %%
 print("         32 on each rank            32 in all")
@@ -167,15 +168,6 @@ for num_ranks in (1, 2, 4):
     print(f"{num_ranks} ranks:  global {32 * num_ranks:3}, {steps_each} steps", end="")
     print(f"     {share:2} on each rank, {1440 // 32} steps")
 
-# %% [markdown]
-# On the left, each added rank makes the batch larger and the steps fewer. That is
-# another training, which may need another learning rate (notebook 06 is about that). On
-# the right, the training stays what it was, and only the work of a rank gets less. How
-# much it stays what it was is remarkable:
-#
-# **Predict:** are the same samples in the first global batch, for 1, 2 and 4 ranks?
-
-# %%
 first = {}
 for num_ranks in (1, 2, 4):
     share = 8 // num_ranks  # of a global batch of 8
@@ -185,7 +177,12 @@ for num_ranks in (1, 2, 4):
 assert first[1] == first[2] == first[4]
 
 # %% [markdown]
-# They are. Rank r takes places r, r + W, r + 2W ... of *one* shuffled list, so what the
+# On the left, each added rank makes the batch larger and the steps fewer. That is
+# another training, which may need another learning rate (notebook 06 is about that). On
+# the right, the training stays what it was, and only the work of a rank gets less.
+#
+# How much it stays what it was is remarkable: the first global batch holds the same
+# samples. Rank r takes places r, r + W, r + 2W ... of *one* shuffled list, so what the
 # ranks hold together at step k is the next piece of that list, whatever W is. This is
 # why the first notebook found the same loss curve on one rank and on two.
 #
@@ -363,7 +360,7 @@ print(f"{right} of {num_samples} are right: {right / num_samples:.4%}")
 # So evaluate `ddp.module`, in `eval()` mode. The training program of `ddp_lab` does all
 # this, with `shard_indices` from `ddp_lab.data`.
 #
-# ## A stream has no numbers
+# ## A stream has no indices
 #
 # An `IterableDataset` only knows its next sample, so no sampler can deal it out.
 #
@@ -389,10 +386,10 @@ for stream in Stream(), Stream(rank, world_size):
 
 # %% [markdown]
 # All of it, until the stream itself leaves out what belongs to the others. With
-# `num_workers` each worker would repeat it once more: there its `__iter__` must also
-# ask `torch.utils.data.get_worker_info()`. And if the ranks' parts differ in length,
-# the last steps deadlock: count batches, not samples. `ddp_lab`'s training refuses
-# streams by name.
+# `num_workers`, each worker would yield all of that again: its `__iter__` must also ask
+# `torch.utils.data.get_worker_info()`. And if the ranks get different numbers of
+# *batches*, the last steps deadlock. The training of `ddp_lab` refuses a stream, and
+# says so.
 #
 # ## Summary
 #

@@ -290,6 +290,22 @@ from ddp_lab.ranks.launch import launch
 def hello():
     return os.environ["RANK"]
 """
+SPAWNED_LOADER = """
+from torch.utils.data import DataLoader, Dataset
+class Squares(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return index**2
+def as_list(samples):
+    return samples
+def load():
+    loader = DataLoader(
+        Squares(), 2, num_workers=1, multiprocessing_context="spawn", collate_fn=as_list
+    )
+    return list(loader)
+print(launch(load, num_ranks=1))
+"""
 CALL = "print(launch(hello))\n"
 GUARDED = "if __name__ == '__main__':\n    " + CALL
 
@@ -308,10 +324,13 @@ def test_from_a_script_with_a_guard(tmp_path):
 
 
 def test_from_a_script_without_a_guard_and_its_error(tmp_path):
-    """In a terminal: the rank's traceback first, the headline last."""
-    text = SCRIPT + CALL + "launch(lambda: 1 / 0)\n"
+    """In a terminal: the rank's traceback first, the headline last.
+
+    A loader whose processes are spawned finds what only the script defines.
+    """
+    text = SCRIPT + CALL + SPAWNED_LOADER + "launch(lambda: 1 / 0)\n"
     done = run_script(tmp_path / "script.py", text)
-    assert done.stdout == "top level runs\n['0', '1']\n"
+    assert done.stdout == "top level runs\n['0', '1']\n[[[0, 1], [4, 9]]]\n"
     assert done.returncode == 1
     assert "launch(lambda: 1 / 0)" in done.stderr
     last = done.stderr.rstrip().splitlines()[-1]

@@ -169,6 +169,14 @@ def test_an_error_fails_the_cell_and_costs_nothing(kernel):
     assert (cell.stdout, cell.result) == ("", "rank 0: 1\nrank 1: 1")
 
 
+def test_a_group_that_is_there_already(kernel):
+    cell = kernel.run("%%ranks\ndist.init_process_group('gloo')")
+    assert cell.ename == "RankFailed"
+    assert "This rank has joined one already: %ranks and init=True do that" in (
+        cell.evalue
+    )
+
+
 def test_the_table(kernel):
     cell = kernel.run("%ranks")
     assert re.fullmatch(

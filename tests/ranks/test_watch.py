@@ -229,7 +229,7 @@ def test_a_wait_that_spins_is_a_wait(doomed):
     """The handle of isend is dropped: gloo then spins in the barrier."""
     error = stuck(doomed, rank_functions.drop_a_handle)
     assert [row.state for row in error.rows] == [W, W]
-    assert "wait() on what isend and irecv return" in str(error)
+    assert "wait() on the handle that isend and irecv return" in str(error)
 
 
 # The parent's loop, on a clock of its own, with ranks that play a part --------------
