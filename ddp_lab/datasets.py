@@ -79,6 +79,11 @@ class ImagesOnDisk(TorchDataset[tuple[torch.Tensor, int, int]]):
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def samples(self) -> list[tuple[str, int]]:
+        """Path and label of each image, as ImageFolder has them; a new list."""
+        return [(self.path(k), label) for k, label in enumerate(self.labels.tolist())]
+
     def path(self, index: int) -> str:
         """The file of a sample."""
         start = int(self._ends[index - 1]) if index else 0

@@ -339,6 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         config = parse_arguments(_own_arguments() if arguments is None else arguments)
+        _stand_in_for_closed_streams()
         bar = sys.stderr.isatty() and read_ranks() is None
         with StopRequest().on_signals() as request:
             style: ProgressStyle = "bar" if bar else "lines"
@@ -353,8 +354,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("ddp_lab.train: interrupted, all ranks are stopped", file=sys.stderr)
         return 130
     if (ranks := read_ranks()) is None or ranks["rank"] == 0:
-        print(_summary(result), flush=True)
+        with contextlib.suppress(BrokenPipeError):  # the reader, like head, has left
+            print(_summary(result), flush=True)
     return 0
+
+
+def _stand_in_for_closed_streams() -> None:
+    """A service may start us without stdout: no other file may get its number."""
+    for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+        if getattr(sys, name) is None:
+            stream = os.fdopen(number, "r" if number == 0 else "w")
+            setattr(sys, name, stream)
 
 
 def _own_arguments() -> list[str]:

@@ -12,6 +12,7 @@ and a line says in which file the whole of it is.
 
 import atexit
 import codecs
+import contextlib
 import itertools
 import os
 import shutil
@@ -176,10 +177,12 @@ def _marked(rank: int, line: bytes) -> str:
 
 
 def _write(stream: int, text: str) -> None:
-    if text:
-        target = (sys.stdout, sys.stderr)[stream]
-        target.write(text)
-        target.flush()
+    """Show text, if anybody reads it: a service has nobody, and ``head`` leaves."""
+    target = (sys.stdout, sys.stderr)[stream]
+    if text and target is not None:
+        with contextlib.suppress(BrokenPipeError):
+            target.write(text)
+            target.flush()
 
 
 def _in_notebook() -> bool:

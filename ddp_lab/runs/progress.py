@@ -1,5 +1,6 @@
 """What rank 0 says while a run is under way: a bar on a terminal, lines elsewhere."""
 
+import contextlib
 import sys
 import time
 from typing import Any, Literal
@@ -47,7 +48,8 @@ class Progress:
         if self._bar is not None:
             self._bar.clear()
         if self.style != "none":
-            print(text, flush=True)
+            with contextlib.suppress(BrokenPipeError):  # the reader has left
+                print(text, flush=True)
         if self._bar is not None:
             self._bar.refresh()
 

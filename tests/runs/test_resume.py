@@ -472,6 +472,18 @@ def test_all_damaged(crashed, capsys):
     assert contents(crashed) == before
 
 
+def test_a_run_that_lost_its_checkpoints_is_not_started_again(crashed, alone):
+    """It has done an epoch: its history is not there to be thrown away."""
+    data, world = alone
+    for path in list(crashed.glob("*.pt")):
+        path.unlink()
+    before = contents(crashed)
+    anew = dataclasses.replace(IN_DOUBLE, auto_resume=True, out=crashed)
+    with pytest.raises(BadInput, match="done epochs and has no checkpoint any more"):
+        fit(anew, data, world, crashed)
+    assert contents(crashed) == before
+
+
 def test_killed_between_saving_and_tidying_up(folder, alone, tmp_path):
     """After the last save: there is no other one that would do it."""
     data, world = alone
