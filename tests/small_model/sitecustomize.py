@@ -5,8 +5,6 @@ PYTHONPATH: of a command, its ranks and what a launcher starts. There
 
 * three layers stand in for torchvision's models, random images for scikit-learn's
   digits, and an empty file for the loss curve: their imports take four seconds;
-* nothing stands in for torch's compiler, which an optimiser imports for two seconds to
-  say that it wants nothing of it;
 * a file ``hold`` in the working folder names a place, and who comes there says so in
   ``held-RANK``, and waits until the file names another place or a signal asks to stop.
 
@@ -15,14 +13,12 @@ the file half done, ``evaluating 1``, and ``ending``. See small_commands.py.
 """
 
 import contextlib
-import functools
 import importlib.abc
 import importlib.machinery
 import os
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 HOLD = Path("hold")
 
@@ -128,22 +124,6 @@ def change_step(module):
     module.evaluate = waiting
 
 
-class NoCompiler(importlib.abc.Loader):
-    """What DDP and the optimisers ask of torch._dynamo when nothing is compiled."""
-
-    def create_module(self, spec):
-        return None
-
-    def exec_module(self, module):
-        def disable(fn=None, recursive=True, **_):
-            return functools.partial(disable, recursive=recursive) if fn is None else fn
-
-        module.disable = disable
-        module.graph_break = lambda *_: None
-        module.utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
-        module.trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
-
-
 CHANGES = {
     "ddp_lab.model": change_model,
     "ddp_lab.datasets": change_datasets,
@@ -157,8 +137,6 @@ class Finder(importlib.abc.MetaPathFinder):
     """Finds these modules as always, and changes them once they are loaded."""
 
     def find_spec(self, name, path, target=None):
-        if name == "torch._dynamo":
-            return importlib.machinery.ModuleSpec(name, NoCompiler())
         if name not in CHANGES and name != "ddp_lab.figures":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
