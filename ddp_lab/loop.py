@@ -17,13 +17,13 @@ import torch.distributed as dist
 from ddp_lab.config import TrainConfig, mix_seed
 from ddp_lab.data import Batches, eval_loader, train_loader
 from ddp_lab.datasets import ImageSet, load_dataset_together
-from ddp_lab.model import build_model, check_model
+from ddp_lab.model import build_model
 from ddp_lab.runs.progress import ProgressStyle
 from ddp_lab.runs.session import OnLine, open_session
 from ddp_lab.runs.state import (
     TrainState,
+    check_batches,
     check_fits,
-    check_last_batch,
     fingerprint,
     start_training,
 )
@@ -174,9 +174,7 @@ def fit_on_rank(
     ):
         if data is None:
             data = load_dataset_together(config, world)
-            micro, _ = config.batches(world.world_size)
-            check_model(config, len(data.classes), micro, world.world_size)
-            check_last_batch(config, data, world.world_size)
+            check_batches(config, data, world.world_size)
         return fit(
             config,
             data,

@@ -27,12 +27,11 @@ from ddp_lab.config import RECIPES, TrainConfig
 from ddp_lab.datasets import load_dataset
 from ddp_lab.errors import BadInput, LabError, RankFailed, Stopped
 from ddp_lab.loop import fit_on_rank
-from ddp_lab.model import check_model
 from ddp_lab.ranks.launch import OnRecord, launch, leave_process, send_record, shared
 from ddp_lab.runs import checkpoint
 from ddp_lab.runs.progress import ProgressStyle
 from ddp_lab.runs.record import Run
-from ddp_lab.runs.state import check_fits, check_last_batch, check_resumable
+from ddp_lab.runs.state import check_batches, check_fits, check_resumable
 from ddp_lab.runs.stop import StopRequest
 from ddp_lab.world import count_gpus, pick_device, read_ranks
 
@@ -189,7 +188,7 @@ def _spawn(
     """Load the data once, start the ranks, and share one copy with all of them."""
     num_ranks = config.num_ranks or _choose_num_ranks(config)
     pick_device(config.device, local_world_size=num_ranks)
-    micro, _ = config.batches(num_ranks)
+    config.batches(num_ranks)  # may refuse, before anything is loaded
     state = None
     if config.resume is not None or config.auto_resume:
         state = checkpoint.load_latest(folder, warn=lambda _: None)  # ranks will say it
@@ -201,8 +200,7 @@ def _spawn(
             )
     data = load_dataset(config)
     check_fits(config, data, num_ranks)
-    check_model(config, len(data.classes), micro, num_ranks)
-    check_last_batch(config, data, num_ranks)
+    check_batches(config, data, num_ranks)
     if state is not None:
         check_resumable(config, state, data)
     del state  # the ranks read their own

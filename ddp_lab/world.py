@@ -124,10 +124,12 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, int] | None
 
 def _check_no_shell(environ: Mapping[str, str]) -> None:
     """Refuse to be rank 0 in an ``srun --pty`` shell: no other task runs this."""
+    if "SLURM_PTY_PORT" not in environ:
+        return
     import psutil
 
     parent = psutil.Process().parent()
-    if "SLURM_PTY_PORT" in environ and (not parent or parent.name() != "slurmstepd"):
+    if not parent or parent.name() != "slurmstepd":
         raise BadInput(
             f"this is an interactive srun shell of {environ['SLURM_STEP_NUM_TASKS']} "
             "tasks, of which only this one has a terminal; none of the others runs "

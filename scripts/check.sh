@@ -14,15 +14,15 @@ say "types"
 python -m mypy
 
 say "tests"
-# three files at a time, as much of them is waiting; the longest first
-python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder \
+# two files at a time, on two cores a third gained nothing; the longest first
+python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
     tests/multihost tests/runs tests/test_train.py tests/test_equivalence.py tests
 
 say "notebooks: built from their sources?"
 python scripts/build_notebooks.py --check
 
 say "notebooks: executed and compared"
-# three at a time, each whole on one kernel: much of a notebook waits for its ranks
-python -m pytest --numprocesses 3 --dist loadscope \
+# two at a time, each whole on one kernel: much of a notebook waits for its ranks
+python -m pytest --numprocesses 2 --dist loadscope \
     --nbval --nbval-current-env --nbval-cell-timeout=240 \
     --nbval-sanitize-with=notebooks/sanitize.cfg notebooks

@@ -31,7 +31,7 @@ from ddp_lab.ranks.launch import launch
 from ddp_lab.ranks.workers import Workers
 from ddp_lab.runs import checkpoint, state
 from ddp_lab.runs.record import Run
-from ddp_lab.runs.state import check_fits, check_last_batch, start_training
+from ddp_lab.runs.state import check_batches, check_fits, start_training
 from ddp_lab.step import evaluate, train_step
 from ddp_lab.world import join_world
 from worlds import in_world_of
@@ -205,6 +205,18 @@ def disagree(name, data, world):
     return "trained"
 
 
+def fit_until_diverged(step, config, data, world, folder, evaluation=evaluate):
+    """Train with another step than ours; what is said when it diverges."""
+    loop.train_step, loop.evaluate = step, evaluation
+    try:
+        fit(config, data, world, folder)
+    except Diverged as error:
+        return str(error)
+    finally:
+        loop.train_step, loop.evaluate = train_step, evaluate
+    return "trained"
+
+
 def become_nan(data, world, folder):
     """On rank 1 alone, the loss of step 8 is not a number: the 3rd of epoch 2."""
     steps = []
@@ -216,19 +228,13 @@ def become_nan(data, world, folder):
             tally[0] = float("nan")
         return tally
 
-    loop.train_step = poisoned
-    try:
-        config = dataclasses.replace(CONFIG, log_every=3)
-        fit(config, data, world, folder)
-    except Diverged as error:
-        return str(error)
-    finally:
-        loop.train_step = train_step
-    return "trained"
+    config = dataclasses.replace(CONFIG, log_every=3)
+    return fit_until_diverged(poisoned, config, data, world, folder)
 
 
 def wreck(which, data, world, folder):
     """The last step of an epoch spoils the weights, or what is made of them."""
+    steps = []
 
     def spoiled(model, *args, **settings):
         tally = train_step(model, *args, **settings)
@@ -241,16 +247,8 @@ def wreck(which, data, world, folder):
     def not_a_number(*args):
         return {**evaluate(*args), "loss": float("nan")}
 
-    steps = []
-    loop.train_step = spoiled
-    loop.evaluate = not_a_number if which == "loss" else evaluate
-    try:
-        fit(CONFIG, data, world, folder)
-    except Diverged as error:
-        return str(error)
-    finally:
-        loop.train_step, loop.evaluate = train_step, evaluate
-    return "trained"
+    evaluation = not_a_number if which == "loss" else evaluate
+    return fit_until_diverged(spoiled, CONFIG, data, world, folder, evaluation)
 
 
 def save_wrecked(data, world, folder):
@@ -262,15 +260,8 @@ def save_wrecked(data, world, folder):
         steps.append(1)
         return tally * float("nan") if len(steps) == 5 else tally
 
-    loop.train_step = poisoned
-    try:
-        every = dataclasses.replace(CONFIG, checkpoint_every=1, keep_checkpoints=3)
-        fit(every, data, world, folder)
-    except Diverged as error:
-        return str(error)
-    finally:
-        loop.train_step = train_step
-    return "trained"
+    every = dataclasses.replace(CONFIG, checkpoint_every=1, keep_checkpoints=3)
+    return fit_until_diverged(poisoned, every, data, world, folder)
 
 
 def look_at_once(data, world, folder):
@@ -607,7 +598,7 @@ def test_a_small_last_batch_that_fits(norm, num_images, image_size):
     config = TrainConfig(**settings, global_batch_size=16, drop_last=False)
     data = load_dataset(config)
     check_fits(config, data, 2)
-    check_last_batch(config, data, 2)
+    check_batches(config, data, 2)
 
 
 def test_a_last_batch_of_one_image_in_all():
@@ -616,7 +607,7 @@ def test_a_last_batch_of_one_image_in_all():
     )
     message = "all ranks together with one image, and model resnet18 cannot take 1"
     with pytest.raises(BadInput, match=message):
-        check_last_batch(config, load_dataset(config), 2)
+        check_batches(config, load_dataset(config), 2)
 
 
 def test_dropout_draws_other_numbers_on_each_rank_and_in_each_step(on_two):

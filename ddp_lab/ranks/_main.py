@@ -133,6 +133,8 @@ def rank_main(rank: int, ends_of_ranks: Sequence[Ends]) -> None:
     threading.Thread(
         target=_answer, args=(control, parent), daemon=True, name="ddp_lab control"
     ).start()
+    pickler: Any = reduction.ForkingPickler
+    pickler.reducer_override = pickling.main_by_value
     _calls = calls
     exit_code = 0
     with contextlib.suppress(EOFError, ConnectionError):
@@ -214,8 +216,6 @@ def _run(calls: Connection, call: Call) -> bool:
             # DataLoader workers by fork, as torchrun's ranks have them: a spawned one
             # could not find what a cell defines
             multiprocessing.set_start_method("fork", force=True)
-        pickler: Any = reduction.ForkingPickler
-        pickler.reducer_override = pickling.main_by_value
         torch.set_num_threads(call.num_threads)
         with _sending:
             calls.send_bytes(pickle.dumps(("began", None)))

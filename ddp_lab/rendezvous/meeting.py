@@ -287,28 +287,30 @@ def _agreed(everybody: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 f"{they['world_size']}: it must be the number of ranks, and the same "
                 "for all of them"
             )
-        for other in range(rank):
-            _check_gpus(other, everybody[other], rank, they)
+    _check_gpus(everybody)
     return everybody
 
 
-def _check_gpus(
-    rank: int, they: dict[str, Any], other_rank: int, others: dict[str, Any]
-) -> None:
+def _check_gpus(everybody: list[dict[str, Any]]) -> None:
     """One backend for all, and no GPU for two: nccl would refuse it, in other words."""
-    one, other = they["gpu"], others["gpu"]
-    if bool(one) != bool(other):
-        on = ["a GPU (nccl)" if gpu else "the CPU (gloo)" for gpu in (one, other)]
-        raise BadInput(
-            f"rank {rank} on {they['host']} computes on {on[0]}, but rank {other_rank} "
-            f"on {others['host']} on {on[1]}: give every rank a GPU, or all of them "
-            "device cpu"
-        )
-    if one and (one, they["host"]) == (other, others["host"]):
-        raise BadInput(
-            f"ranks {rank} and {other_rank} on {they['host']} were given the same GPU: "
-            "start one rank a GPU, or choose device cpu"
-        )
+    first = everybody[0]
+    holders: dict[tuple[str, str], int] = {}  # of each host's GPUs
+    for rank, they in enumerate(everybody):
+        if bool(they["gpu"]) != bool(first["gpu"]):
+            on = [
+                "a GPU (nccl)" if r["gpu"] else "the CPU (gloo)" for r in (first, they)
+            ]
+            raise BadInput(
+                f"rank 0 on {first['host']} computes on {on[0]}, but rank {rank} on "
+                f"{they['host']} on {on[1]}: give every rank a GPU, or all of them "
+                "device cpu"
+            )
+        other = holders.setdefault((they["host"], they["gpu"]), rank)
+        if they["gpu"] and other != rank:
+            raise BadInput(
+                f"ranks {other} and {rank} on {they['host']} were given the same GPU: "
+                "start one rank a GPU, or choose device cpu"
+            )
 
 
 def _who_is_missing(

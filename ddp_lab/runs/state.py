@@ -28,8 +28,8 @@ from ddp_lab.world import World
 
 __all__ = [
     "TrainState",
+    "check_batches",
     "check_fits",
-    "check_last_batch",
     "check_resumable",
     "fingerprint",
     "start_training",
@@ -63,12 +63,14 @@ def check_fits(config: TrainConfig, data: ImageSet, world_size: int) -> None:
         )
 
 
-def check_last_batch(config: TrainConfig, data: ImageSet, world_size: int) -> None:
-    """Check that the model can take an epoch's last batch, if that is one image.
+def check_batches(config: TrainConfig, data: ImageSet, world_size: int) -> None:
+    """Try the model on a rank's micro-batch, and on a last batch of one image.
 
     Raises:
-        BadInput: it cannot; see `check_model`.
+        BadInput: it cannot take them; see `check_model`.
     """
+    micro, _ = config.batches(world_size)
+    check_model(config, len(data.classes), micro, world_size)
     sizes = _last_batch(config, len(data.train), world_size)
     if config.norm == "sync" and any(sum(ranks) == 1 for ranks in sizes):
         try:
