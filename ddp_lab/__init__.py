@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         plot_resumed,
         plot_ring,
         plot_shards,
+        plot_three_steps,
         rank_colour,
         style,
     )
@@ -90,7 +91,7 @@ _HOMES = {
     "exercises.check": "check",
     "figures": "RANK_COLOURS LiveCurve plot_buckets plot_collective"
     " plot_comparison plot_hosts plot_loss plot_losses plot_lost_time plot_memory"
-    " plot_resumed plot_ring plot_shards rank_colour style",
+    " plot_resumed plot_ring plot_shards plot_three_steps rank_colour style",
     "loop": "fit fit_on_rank train_epoch",
     "model": "build_model wrap_model",
     "proofs.world_sizes": "compare_world_sizes",
@@ -146,6 +147,7 @@ __all__ = [
     "plot_resumed",
     "plot_ring",
     "plot_shards",
+    "plot_three_steps",
     "rank_colour",
     "read_ranks",
     "ring_all_reduce",

@@ -22,9 +22,10 @@ An exercise is written solved, with the stub beside it in comments::
         # END SOLUTION
 
 The lesson gets the stub, ``notebooks/solutions/NN_name.ipynb`` the solution; both are
-executed. Without the STUB part the stub is ``raise NotImplementedError``. A cell tagged
-``solution`` is in the solutions only, where the reasons for an answer belong; one
-tagged ``lesson`` is not in the solutions: what takes long and no exercise needs.
+executed. Without the STUB part the stub is ``raise NotImplementedError``. The solutions
+hold the title, what the exercises need of the lesson, which is tagged ``setup``, and
+all from the heading ``## Exercises`` on. A cell tagged ``solution`` is in the solutions
+only, where the reasons for an answer belong.
 
 A notebook is fresh when its cells are those of the source, all code was executed, and
 the code in ddp_lab is the one that it was executed with. The first two decide over
@@ -74,7 +75,8 @@ METADATA = {
     },
 }
 NAVIGATION_TAG = "navigation"
-LESSON_TAG, SOLUTION_TAG = "lesson", "solution"
+SETUP_TAG, SOLUTION_TAG = "setup", "solution"
+EXERCISES = re.compile(r"(?m)^## Exercises$")
 DEFAULT_STUB = "raise NotImplementedError"
 
 
@@ -125,11 +127,19 @@ def render(target: Target) -> NotebookNode:
     title_of(target.source)  # complain before anything is executed
     text = target.source.read_text(encoding="utf-8")
     cells = []
+    taught = target.is_solution  # and so left out
     for cell in jupytext.reads(text, fmt="py:percent").cells:
+        if cell.cell_type not in ("code", "markdown"):
+            raise BuildError(f"a {cell.cell_type} cell has no place in a lesson")
         tags = cell.metadata.get("tags", [])
-        if (LESSON_TAG if target.is_solution else SOLUTION_TAG) in tags:
-            continue
         source = cell.source
+        is_title = cell.cell_type == "markdown" and source.startswith("# ")
+        if taught and (heading := EXERCISES.search(source)):
+            taught, source = False, source[heading.start() :]
+        if taught and not is_title and SETUP_TAG not in tags:
+            continue
+        if SOLUTION_TAG in tags and not target.is_solution:
+            continue
         if cell.cell_type == "code":
             source = choose_variant(source, target)
         elif target.is_solution:
@@ -148,8 +158,6 @@ def new_cell(kind: str, source: str, tags: list[str]) -> NotebookNode:
         "code": nbformat.v4.new_code_cell,
         "markdown": nbformat.v4.new_markdown_cell,
     }
-    if kind not in make:
-        raise BuildError(f"a {kind} cell has no place in a lesson")
     return make[kind](source, metadata={"tags": tags} if tags else {})
 
 

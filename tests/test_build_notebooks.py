@@ -18,11 +18,21 @@ _FIRST = """\
 # %% [markdown]
 # # First lesson
 
-# %%
+# %% tags=["setup"]
 # %load_ext ddp_lab
 x = 1
 
 # %% [markdown]
+# This takes long.
+
+# %%
+taught = 1
+
+# %% [markdown]
+# In the end:
+#
+# ## Exercises
+#
 # See [the readme](../README.md), [a part](#first-lesson), [torch](https://pytorch.org).
 
 # %% tags=["nbval-ignore-output"]
@@ -40,9 +50,6 @@ def double(x):
 
 # %% [markdown] tags=["solution"]
 # Because 2x = x + x.
-
-# %% [markdown] tags=["lesson"]
-# This takes long.
 
 # %%
 if True:
@@ -117,22 +124,26 @@ def test_lesson_and_solutions_come_from_one_source(
     assert _build(folder) == 0
     assert executed == ["00_first", "solutions/00_first", "01_second"]
     lesson, solutions = _read(folder, "00_first"), _read(folder, "solutions/00_first")
-    stub, solution = _code(lesson)[1], _code(solutions)[1]
+    stub, solution = _code(lesson)[2], _code(solutions)[1]
     assert stub.source == (
         "def double(x):\n    # multiply\n\n    if x:\n        return None"
     )
     assert solution.source == "def double(x):\n    y = 2 * x\n    return y"
     assert stub.metadata["tags"] == ["nbval-ignore-output"]
-    assert _code(lesson)[2].source == "if True:\n    raise NotImplementedError"
+    assert _code(lesson)[3].source == "if True:\n    raise NotImplementedError"
     assert _code(solutions)[2].source == "if True:\n    print(double(x))"
     texts, solution_texts = (
         [cell.source for cell in notebook.cells] for notebook in (lesson, solutions)
     )
-    assert "This takes long." in texts
-    assert "This takes long." not in solution_texts
+    taught = ["This takes long.", "taught = 1"]
+    assert all(cell in texts and cell not in solution_texts for cell in taught)
+    assert solution_texts[1] == "# First lesson"
+    assert [t.partition("\n")[0] for t in texts].count("In the end:") == 1
+    assert solution_texts[3].startswith("## Exercises\n\nSee ")
     assert "Because 2x = x + x." in solution_texts
     assert "Because 2x = x + x." not in texts
     assert _code(lesson)[0].source == "%load_ext ddp_lab\nx = 1"
+    assert _code(solutions)[0].source == "%load_ext ddp_lab\nx = 1"
     assert not (folder / "solutions" / "01_second.ipynb").exists()
 
 
@@ -210,7 +221,7 @@ def test_a_change_of_text_keeps_the_outputs(folder: Path, executed: list[str]) -
     assert _build(folder) == 0
     assert len(executed) == 3
     after = _read(folder, "00_first")
-    assert "Please see" in after.cells[3].source
+    assert "Please see" in after.cells[5].source
     assert _code(after) == _code(before)
     assert _build(folder, "--check") == 0
 
@@ -261,8 +272,8 @@ def test_cells_keep_their_ids(folder: Path, executed: list[str]) -> None:
     assert _ids(_read(folder, "00_first")) == before
     _edit(
         folder,
-        "# %% [markdown]\n# See",
-        "# %% [markdown]\n# New.\n\n# %%\nx\n\n# %% [markdown]\n# See",
+        "# %% [markdown]\n# This",
+        "# %% [markdown]\n# New.\n\n# %%\nx\n\n# %% [markdown]\n# This",
     )
     _build(folder)
     after = _ids(_read(folder, "00_first"))

@@ -1,5 +1,6 @@
 """Every picture of the lab, in one place to import from.
 
+    plot_three_steps  the three steps, in one optimiser step of two ranks
     plot_loss         how the loss of a run falls, and each rank's own behind it
     LiveCurve         the same, while the ranks train
     plot_comparison   the same training on several numbers of ranks, how far apart
@@ -21,6 +22,7 @@ They turn records and situations into figures and know nothing of processes. Eac
     loss.py         plot_loss, LiveCurve         trainings.py    plot_losses
     world_sizes.py  plot_comparison              recovery.py     plot_resumed, ...
     collectives.py  plot_collective, plot_ring   diagrams.py     shards, buckets, ...
+    steps.py        plot_three_steps
 """
 
 from ddp_lab.figures.collectives import plot_collective, plot_ring
@@ -33,6 +35,7 @@ from ddp_lab.figures.drawing import (
 )
 from ddp_lab.figures.loss import LiveCurve, plot_loss
 from ddp_lab.figures.recovery import plot_lost_time, plot_resumed
+from ddp_lab.figures.steps import plot_three_steps
 from ddp_lab.figures.trainings import plot_losses
 from ddp_lab.figures.world_sizes import plot_comparison
 
@@ -50,6 +53,7 @@ __all__ = [
     "plot_resumed",
     "plot_ring",
     "plot_shards",
+    "plot_three_steps",
     "rank_colour",
     "save_picture",
     "style",

@@ -36,8 +36,8 @@ def plot_loss(history: History, title: str | None = None) -> "Figure":
     """Draw a run's loss and accuracy against its optimiser steps.
 
     Each rank's own loss is drawn faintly behind the run's, which is their mean. The
-    axis is chosen for the training losses; a test loss far above them is drawn as an
-    arrow at the upper edge, with its value beside it.
+    axis is chosen for the run's training losses; a test loss far above them is drawn as
+    an arrow at the upper edge, with its value beside it.
 
     Args:
         history: of a run, see `Run.history`.
@@ -80,7 +80,7 @@ def _draw(figure: "Figure", history: History, title: str | None) -> None:
         if bottom is not None:
             _plot_lines(bottom, evals, "accuracy", 100, label=label, **test)
     top.set_ylabel("loss (nats, log scale)" if _is_log(top) else "loss (nats)")
-    top.legend(loc="lower left", ncols=2)
+    figure.legend(*top.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     lowest = bottom or top
     if bottom is not None:
         bottom.set_ylabel("accuracy (%)")
@@ -125,7 +125,6 @@ def _set_loss_axis(
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
     losses = [line["loss"] for line in steps]
-    losses += [own["loss"] for line in steps for own in line["local"] if own]
     losses = [loss for loss in losses if math.isfinite(loss) and loss > 0]
     if not losses:  # nothing that a logarithm could show
         return evals
@@ -133,10 +132,12 @@ def _set_loss_axis(
     too_high = 3 * max(losses)
     kept = [line for line in evals if line["loss"] <= too_high]
     losses += [line["loss"] for line in kept if line["loss"] > 0]
-    low, high = min(losses) / 1.25, max(losses) * 1.25
-    axes.set_yscale("log", subs=())  # no ticks between 1, 2, 5 and 10
-    few = MaxNLocator(5)  # a narrow range may hold none of 1, 2, 5 and 10
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 10 * low else few)
+    low, high = min(losses) / 1.5, max(losses) * 1.5
+    axes.set_yscale("log", subs=())  # no ticks but those below
+    ticks = MaxNLocator(5)  # a narrow range may hold none of 1, 2, 5 and 10
+    if high > 10 * low:
+        ticks = LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5))
+    axes.yaxis.set_major_locator(ticks)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda loss, _: f"{loss:g}"))
     axes.set_ylim(low, high)
     for line in evals:

@@ -274,7 +274,7 @@ assert difference < 1e-3
 # batches, because each rank's batch is its share, and because this model has no layer
 # that looks at the whole batch. The later notebooks take these away one at a time.
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # ## The same for real
 #
 # The package `ddp_lab` contains a full training program: ResNet-18, checkpoints, exact
@@ -283,7 +283,7 @@ assert difference < 1e-3
 # digits take about twenty seconds. `LiveCurve` draws the loss while the ranks train:
 # watch it grow.
 
-# %% tags=["lesson"]
+# %%
 import tempfile
 from pathlib import Path
 
@@ -298,7 +298,7 @@ result = train(config, progress="none", on_record=curve)
 print(f"{result['num_samples']} test images, right: ~ {result['accuracy']:.0%}")
 assert result["accuracy"] > 0.7
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # The black line is the loss of the run; faint behind it is what each rank has seen of
 # its own half of each batch. The orange points are measured on the test images after
 # each epoch; one far above the frame is an arrow with its value. It is high at first
@@ -306,11 +306,11 @@ assert result["accuracy"] > 0.7
 #
 # Every run leaves a folder behind, from which it can be drawn, compared and resumed.
 
-# %% tags=["lesson"]
+# %%
 for path in sorted(folder.iterdir()):
     print(path.name)
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # From a terminal, the same training is
 #
 # ```
@@ -344,6 +344,10 @@ for path in sorted(folder.iterdir()):
 
 
 # %%
+import os
+
+import torch.distributed as dist
+
 from ddp_lab import check
 
 

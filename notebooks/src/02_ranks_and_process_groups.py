@@ -432,6 +432,9 @@ if rank == 0:
 # rank 0 of 1.
 
 # %%
+import torch
+import torch.distributed as dist
+
 from ddp_lab import check
 
 

@@ -14,7 +14,7 @@
 #
 # It takes about 25 minutes. Two ranks are enough.
 
-# %%
+# %% tags=["setup"]
 # %load_ext ddp_lab
 # %ranks 2 --device cpu
 
@@ -25,7 +25,7 @@
 # Each rank loads and shuffles the handwritten digits, all in the same order, and takes
 # every second image, so that the two have different halves.
 
-# %%
+# %% tags=["setup"]
 # %%ranks
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ print(len(x), "images, the first labels are", y[:8].tolist())
 # **Predict:** how far apart are two new models? And two that used the same seed?
 
 
-# %%
+# %% tags=["setup"]
 # %%ranks
 def make_model(seed):
     torch.manual_seed(seed)
@@ -180,7 +180,7 @@ assert off_mean < 1e-6
 # Both actions in one class. It wraps a model, and can be called like one.
 
 
-# %%
+# %% tags=["setup"]
 # %%ranks
 class NaiveDDP(nn.Module):
     def __init__(self, module):
@@ -442,6 +442,7 @@ assert apart > 0.001
 # value, `op=dist.ReduceOp.MIN`.)
 
 # %%
+import torch
 import torch.distributed as dist
 
 from ddp_lab import check

@@ -406,6 +406,9 @@ for stream in Stream(), Stream(rank, world_size):
 # so on, equally many on every rank; if the samples run out, start again from 0.
 
 # %%
+import torch
+import torch.distributed as dist
+
 from ddp_lab import check
 
 

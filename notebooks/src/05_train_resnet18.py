@@ -19,14 +19,14 @@
 # It takes about 25 minutes. You know collectives, DDP and `DistributedSampler` from the
 # lessons before.
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # ## The data: one variable
 #
 # `DATASET` chooses what we train on. `digits` needs no download. Of larger data sets we
 # take as many images as there are digits, so that the lesson stays short; drop both
 # limits to train for real.
 
-# %% tags=["lesson"]
+# %%
 from ddp_lab import TrainConfig
 
 DATASET = "digits"  # or "fashion-mnist", "cifar10", "cifar100", "folder"
@@ -47,7 +47,7 @@ config = TrainConfig(
     device="cpu",  # "auto" on a machine with GPUs
 )
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # ## The training as one often finds it
 #
 # Here it is, in one cell. It meets, wraps the model, shards the data, and trains. Two
@@ -77,11 +77,11 @@ from ddp_lab import (
     wrap_model,
 )
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # Those were the imports, and this is the script:
 
 
-# %% tags=["lesson"]
+# %%
 def old_script(dataset, num_epochs):
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=0)
@@ -108,7 +108,7 @@ def old_script(dataset, num_epochs):
     return local_rank, model.module.state_dict()
 
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # `Workers` are two ranks that stay for the next cells. `LiveCurve` draws what they send
 # while they train.
 #
@@ -116,7 +116,7 @@ def old_script(dataset, num_epochs):
 # after two epochs?
 
 
-# %% tags=["lesson"]
+# %%
 from ddp_lab import LiveCurve, Workers, load_dataset
 
 
@@ -136,7 +136,7 @@ old = old_curve.history.steps
 assert 4 < old[0]["loss"] < 10
 assert old[-1]["loss"] < old[0]["loss"]
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # Black is the mean over ranks, coloured is what each rank has measured of its own
 # samples. The loss falls nicely, and four lines were printed.
 #
@@ -148,12 +148,12 @@ assert old[-1]["loss"] < old[0]["loss"]
 # torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html)). The argument keeps
 # its default.
 
-# %% tags=["lesson"]
+# %%
 who = [local_rank for local_rank, _ in old_results]
 print("each rank's local rank, it thinks:", who)
 print("ranks that print, save and take GPU 0:", who.count(0), "of", len(who))
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # Both ranks take themselves for the first. On GPUs, both would sit on GPU 0 while GPU 1
 # is idle, and both would write the same checkpoint file.
 #
@@ -165,7 +165,7 @@ print("ranks that print, save and take GPU 0:", who.count(0), "of", len(who))
 # **Predict:** a network that knows nothing gives each of K classes the probability 1/K,
 # so its loss is ln K. Where does the curve begin, and where should it?
 
-# %% tags=["lesson"]
+# %%
 from math import log
 
 K = len(data.classes)
@@ -177,7 +177,7 @@ print(f"parameters of classes that do not exist: {idle:,}")
 print(f"bytes sent for them in vain, each step and rank: {4 * idle:,}")
 assert abs(old[0]["loss"] - log(1000)) < 1
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # The first ten or so steps go into learning that 990 classes never occur. Their
 # gradients travel nonetheless, to the end. (In a ring all-reduce each of W ranks sends
 # 2 (W - 1) / W times the tensor's bytes: on two ranks, as many as it has.)
@@ -192,7 +192,7 @@ assert abs(old[0]["loss"] - log(1000)) < 1
 #
 # **Predict:** how many images does one step of the optimiser see here?
 
-# %% tags=["lesson"]
+# %%
 per_rank = [own["images"] for own in old[0]["local"]]
 old_batch = sum(per_rank)
 print("images of each rank in step 1:", per_rank)
@@ -202,7 +202,7 @@ for images, lr in [(old_batch, 0.001 * 2), (1024, 0.001 * 2), (64, config.lr)]:
     rule = 0.1 * images / 256
     print(f"batch {images:4}: lr {lr:.3f}, the rule says {rule:.4f}: {rule / lr:.1f} x")
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # Half of it, and double on eight GPUs: the same script is another training on each
 # machine. The share must be computed from the world size.
 #
@@ -216,14 +216,14 @@ for images, lr in [(old_batch, 0.001 * 2), (1024, 0.001 * 2), (64, config.lr)]:
 #
 # **Predict:** how far is rank 0 from the run in a single step: 1 %, 10 %, more?
 
-# %% tags=["lesson"]
+# %%
 off = [abs(line["local"][0]["loss"] - line["loss"]) / line["loss"] for line in old]
 old_off = max(off)
 print(f"rank 0 and the run differ by ~ {sum(off) / len(off):.0%} in the mean step,")
 print(f"by ~ {old_off:.0%} in the worst")
 assert 0.01 < old_off < 1
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # Whoever compares two runs by such numbers compares the luck of rank 0. The mean of
 # an epoch hides it, until ranks differ in more than luck: in data, or by a fault. If
 # rank 1's loss becomes NaN, rank 0's says so a step too late.
@@ -234,7 +234,7 @@ assert 0.01 < old_off < 1
 #
 # **Predict:** how many of the test images are right?
 
-# %% tags=["lesson"]
+# %%
 old_model = resnet18()
 old_model.load_state_dict(old_weights)
 old_model.eval()
@@ -245,7 +245,7 @@ with torch.no_grad():
 print(f"{len(data.test)} test images, right: ~ {old_right}")
 assert DATASET != "digits" or old_right > 100
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # A falling training loss could not have told that.
 #
 # ## Slip 7: waiting at every step
@@ -269,7 +269,7 @@ assert DATASET != "digits" or old_right > 100
 # **Predict:** which lines of the old script have gone, and what took their place?
 
 
-# %% tags=["lesson"]
+# %%
 def train(config, data):
     with join_world(device=config.device) as world:  # LOCAL_RANK: environment
         share, _ = config.batches(world.world_size)  # or an error, if it has a rest
@@ -296,11 +296,11 @@ def train(config, data):
         return losses, test, world.local_rank, share
 
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # It has the old one's length. The ranks are the same two, and so is the number of
 # epochs.
 
-# %% tags=["lesson"]
+# %%
 results = workers.run(train, config, data)
 losses, test, _, _ = results[0]
 
@@ -308,7 +308,7 @@ print(f"{test['num_samples']} test images, right: ~ {test['num_correct']}")
 assert results[0][:2] == results[1][:2]  # every rank knows the run's numbers
 assert DATASET != "digits" or test["num_correct"] > 100
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # One line an epoch. Both ranks hold the same losses and the same test result, and each
 # test image was counted once.
 #
@@ -316,7 +316,7 @@ assert DATASET != "digits" or test["num_correct"] > 100
 #
 # Nothing in this table is typed in: it comes from the two runs.
 
-# %% tags=["lesson"]
+# %%
 num_old = sum(p.numel() for p in old_model.parameters())
 num_new = sum(p.numel() for p in build_model(config, K).parameters())
 first_ranks = [local_rank for _, _, local_rank, _ in results].count(0)
@@ -338,7 +338,7 @@ for what, before, after in rows:
     print(f"{what:34}{before:>12}{after:>12}")
 assert (new_off, batch) == (0, 64)
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # One row is a surprise: the old script is ahead in the test. Its batch is half of what
 # was meant, so two epochs were twice as many steps, and on so small a task steps are
 # what counts. This is how slips live on: nothing complains, and the result looks fine,
@@ -356,7 +356,7 @@ assert (new_off, batch) == (0, 64)
 # **Predict:** the first two epochs have the same settings as above. How far apart will
 # the two loss curves be? And how many images are right after four?
 
-# %% tags=["lesson"]
+# %%
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -378,7 +378,7 @@ print(f"{len(again)} steps, largest difference to the loop above: ~ {off:.0e}")
 print(f"right after {longer.epochs} epochs: ~ {run.history.evals[-1]['num_correct']}")
 assert off < 1e-3
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # The same curve; and with as many steps, about as many images are right. Look at the
 # coloured lines: they cross the black one all the time, because a rank's half of a
 # batch is now the harder one, now the easier one. The black line is what the optimiser
@@ -390,7 +390,7 @@ assert off < 1e-3
 # `Run.open` reads a run's folder. Each line of its history has the run's numbers, and
 # apart from them, under `local`, those of each rank.
 
-# %% tags=["lesson"]
+# %%
 print(sorted(path.name for path in run.folder.iterdir()))
 line = run.history.steps[-1]
 print("epoch", line["epoch"], "step", line["step"], "ranks", len(line["local"]))
@@ -398,11 +398,11 @@ mean = sum(own["loss"] for own in line["local"]) / len(line["local"])
 print(f"mean of the local losses ~ {mean:.4f}, the run's ~ {line['loss']:.4f}")
 assert abs(mean - line["loss"]) < 1e-5
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # Equal shares, so the plain mean is the loss of the run. Drawn from the same file, this
 # is what a script shows you that prints rank 0's loss:
 
-# %% tags=["lesson"]
+# %%
 import matplotlib.pyplot as plt
 
 from ddp_lab import rank_colour, style
@@ -424,7 +424,7 @@ with plt.rc_context({**style(), "figure.figsize": (6.4, 2.6)}):
     axes.legend(ncols=3, loc="upper left")
     plt.show()
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # The two are mirror images, as two ranks and their mean must be. As the loss falls, a
 # few hard images decide over it, and it matters more and more which rank has got them.
 #
@@ -433,7 +433,7 @@ with plt.rc_context({**style(), "figure.figsize": (6.4, 2.6)}):
 # Every setting is an option of `python -m ddp_lab.train`. The next cell runs a command
 # as a terminal would, and marks what varies by a tilde. 256 images keep it short.
 
-# %% tags=["lesson"]
+# %%
 import re
 import shlex
 import subprocess
@@ -454,7 +454,7 @@ terminal(
     "--limit-train 256 --lr 0.025 --schedule constant --out runs/terminal"
 )
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # The program started its two ranks itself, and its last line says where the picture is.
 # After four steps the test result is no better than a guess: BatchNorm's running
 # averages have hardly begun to follow the weights.
@@ -468,7 +468,7 @@ terminal(
 #
 # **Predict:** 256 images are 4 steps an epoch. Which steps will the history hold?
 
-# %% tags=["lesson"]
+# %%
 terminal(
     "torchrun --standalone --nproc-per-node 2 -m ddp_lab.train "
     "--resume runs/terminal --epochs 2"
@@ -478,7 +478,7 @@ print("steps:", [line["step"] for line in resumed.history.steps])
 print("files:", sorted(path.name for path in resumed.folder.iterdir()))
 assert [line["epoch"] for line in resumed.history.evals] == [1, 2]
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # One history without a seam: weights, momentum, order of the images and learning rate
 # were those that the first part left. `config.json` and `environment.json` tell what
 # was run and where, and `loss.png` is the curve. To use the weights elsewhere:
@@ -510,6 +510,9 @@ assert [line["epoch"] for line in resumed.history.evals] == [1, 2]
 
 
 # %%
+import torch
+import torch.distributed as dist
+
 from ddp_lab import check
 
 

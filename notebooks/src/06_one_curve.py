@@ -15,7 +15,7 @@
 #
 # It takes about 30 minutes.
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # ## One, two and four
 #
 # We train on one rank and on four: the same settings, seed and global batches, a
@@ -42,11 +42,11 @@ config = TrainConfig(
     device="cpu",
 )
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # One rank and four stay alive for the whole lesson, with one thread each. `losses_of`
 # collects what a training reports.
 
-# %% tags=["lesson"]
+# %%
 from torch import nn
 
 from ddp_lab import Workers, fit_on_rank, load_dataset, send_record
@@ -63,7 +63,7 @@ def losses_of(workers, config):
     return [line["loss"] for line in lines if line["kind"] == "step"]
 
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # One rank runs twice. That is the control: what differs between two equal runs has
 # nothing to do with the number of ranks.
 #
@@ -71,7 +71,7 @@ def losses_of(workers, config):
 # the third?
 
 
-# %% tags=["lesson"]
+# %%
 def furthest(losses, others):
     return max(abs(a - b) for a, b in zip(losses, others, strict=True))
 
@@ -82,7 +82,7 @@ print(f"four ranks: up to ~ {furthest(on_four, curve):.0e} apart")
 assert again == curve
 assert furthest(on_four, curve) < 1e-2
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # The same number of ranks gives the same bits. Another number gives *nearly* the same.
 # Is that rest rounding, or a small mistake? Floating point sums depend on their order,
 # and ranks are another order. If that is all, more digits must make it smaller.
@@ -93,7 +93,7 @@ assert furthest(on_four, curve) < 1e-2
 # **Predict:** float64 has about nine more digits than float32. By what factor will the
 # difference shrink?
 
-# %% tags=["lesson"]
+# %%
 import matplotlib.pyplot as plt
 
 from ddp_lab import plot_comparison
@@ -109,7 +109,7 @@ assert max(exact.control.weight_differences) == 0  # one rank, again
 plot_comparison(exact, "1, 2 and 4 ranks train one model; what is left is rounding")
 plt.show()
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # By about that many digits. No mistake shrinks like this: a wrong sample or a wrong
 # factor is wrong by as much in any precision.
 #
@@ -126,7 +126,7 @@ plt.show()
 # **Predict:** four samples with losses 1, 2, 3 and 6; rank 0 holds three of them. What
 # is their mean, and what is the mean of the ranks' means?
 
-# %% tags=["lesson"]
+# %%
 shares = [[1.0, 2.0, 3.0], [6.0]]  # losses of the samples of each rank
 num_samples = sum(len(share) for share in shares)
 weight = len(shares) / num_samples  # ranks / samples on all ranks
@@ -135,7 +135,7 @@ print("mean of all samples:", sum(map(sum, shares)) / num_samples)
 print("mean of the means:  ", sum(sum(s) / len(s) for s in shares) / len(shares))
 print("weighted by count:  ", sum(weight * sum(s) for s in shares) / len(shares))
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # The mean of means counts the lonely sample three times. The last line is the cure:
 # each rank takes its *sum*, times ranks over samples of all ranks, and DDP's mean makes
 # the rest. The lab's training step says so in two lines:
@@ -150,14 +150,14 @@ print("weighted by count:  ", sum(weight * sum(s) for s in shares) / len(shares)
 #
 # **Predict:** is the third loss still the same on one rank and on four?
 
-# %% tags=["lesson"]
+# %%
 uneven = replace(config, limit_train=75, drop_last=False)
 on_one, on_four = losses_of(one, uneven), losses_of(four, uneven)
 print(f"{len(on_four)} steps, 1 and 4 ranks: ~ {furthest(on_one, on_four):.0e} apart")
 assert len(on_four) == 3
 assert furthest(on_one, on_four) < 1e-3
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # It is.
 #
 # ## Accumulation: ranks one after the other
@@ -172,7 +172,7 @@ assert furthest(on_one, on_four) < 1e-3
 #
 # **Predict:** which of these three runs departs from the curve above?
 
-# %% tags=["lesson"]
+# %%
 for workers, micro in [(one, 4), (four, 8), (four, 2)]:
     ranks = workers.num_ranks
     losses = losses_of(workers, replace(config, micro_batch_size=micro))
@@ -182,7 +182,7 @@ for workers, micro in [(one, 4), (four, 8), (four, 2)]:
     )
     assert off < 1e-2
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # None. This is how a training made for 32 GPUs runs on four: eight times as many
 # accumulation steps, eight times as long, the same curve.
 #
@@ -195,7 +195,7 @@ for workers, micro in [(one, 4), (four, 8), (four, 2)]:
 # **Predict:** same weights, same images, one rank and four: do the losses agree at
 # least in step 1, before any training? (We stay in float64, so rounding is no excuse.)
 
-# %% tags=["lesson"]
+# %%
 plain = replace(config, norm="batch", lr=0.01, precision="float64")
 alone, apart = losses_of(one, plain), losses_of(four, plain)
 
@@ -204,7 +204,7 @@ print(f"1 and 4 ranks: up to ~ {furthest(alone, apart):.1f} apart")
 assert abs(alone[0] - apart[0]) > 1e-3
 assert furthest(alone, apart) > 0.1
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # Not even there. One rank normalises by 32 images, four by 8 each: noisier statistics,
 # another function. That is no mistake, and many trainings live well with it; with few
 # images a rank it hurts. And accumulation does not help: each micro-batch is a batch of
@@ -218,7 +218,7 @@ assert furthest(alone, apart) > 0.1
 # ranks of the gradients.**
 
 
-# %% tags=["lesson"]
+# %%
 class AllReduceSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor):
@@ -231,12 +231,12 @@ class AllReduceSum(torch.autograd.Function):
         return AllReduceSum.forward(ctx, gradient)
 
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # With that, the layer is BatchNorm as in the textbook. (Learnt weight and bias, and
 # running averages for evaluation, are left out.)
 
 
-# %% tags=["lesson"]
+# %%
 def sync_batch_norm(x, eps=1e-5):
     """Normalise the channels of x (n, C, H, W) by the values of all ranks."""
     over = (0, 2, 3)  # all but the channel
@@ -249,13 +249,13 @@ def sync_batch_norm(x, eps=1e-5):
     return (x - mean.view(view)) * (var + eps).rsqrt().view(view)
 
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # Now eleven images on four ranks, in unequal shares: normalised by each rank alone, by
 # our function, and by `ddp_lab`'s `SyncBatchNorm`; at the end we try PyTorch's own. We
 # compare outputs, and gradients of some loss, with BatchNorm in one process.
 
 
-# %% tags=["lesson"]
+# %%
 def normalise(images, shares):
     """Outputs of three layers on this rank's images, and the images' gradients."""
     from ddp_lab import SyncBatchNorm, join_world
@@ -279,11 +279,11 @@ def normalise(images, shares):
             return results, str(error)[:48]
 
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # **Predict:** how far off are the first and the other two? What if the gradients were
 # not all-reduced?
 
-# %% tags=["lesson"]
+# %%
 torch.manual_seed(0)
 images = torch.randn(11, 3, 4, 4, dtype=torch.float64, requires_grad=True)
 whole = nn.BatchNorm2d(3, dtype=torch.float64)(images)
@@ -299,7 +299,7 @@ for name in answers[0][0]:
     assert (max(off, off_gradient) < 1e-9) == name.startswith("sync")
 print("torch's own:", answers[0][1])
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # Both are BatchNorm on the whole batch, forward and backward. (Autograd does not see a
 # plain `dist.all_reduce`: outputs would be right, and gradients wrong.) The lab's takes
 # the mean first and then the squared deviations from it, in two messages, because the
@@ -311,7 +311,7 @@ print("torch's own:", answers[0][1])
 #
 # **Predict:** where will four ranks with `norm="sync"` be in the picture?
 
-# %% tags=["lesson"]
+# %%
 from ddp_lab import plot_losses
 
 synced = losses_of(four, replace(plain, norm="sync"))
@@ -325,7 +325,7 @@ assert furthest(alone, synced) < 1e-7
 one.close()
 four.close()
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # On the curve, to the last digits. In float32 it leaves it after some steps, because
 # this network amplifies rounding: whoever looks for mistakes, looks in float64.
 #
@@ -341,7 +341,7 @@ four.close()
 # 1. What comes out if each rank clips its own, and what if the mean is clipped?
 
 
-# %% tags=["lesson"]
+# %%
 def clip(gradient, longest=1.0):
     return gradient * min(1.0, longest / gradient.norm().item())
 
@@ -350,7 +350,7 @@ own = torch.tensor([[3.0, 4.0], [-3.0, 4.0]])
 print("clipped, then averaged:", torch.stack([clip(g) for g in own]).mean(0))
 print("averaged, then clipped:", clip(own.mean(0)))
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # Not the same, and the first depends on how the samples were dealt out. So the place is
 # between `backward` (the last, if you accumulate) and `optimizer.step()`: there all
 # ranks hold the same mean, compute the same norm, and need no message.
@@ -369,7 +369,7 @@ print("averaged, then clipped:", clip(own.mean(0)))
 # Ranks do not matter, so one process can try it: a small net of two convolutions on
 # digits, ten epochs. A rate of 0.01 suits 16 images.
 
-# %% tags=["lesson"]
+# %%
 from ddp_lab import (
     eval_loader,
     evaluate,
@@ -391,13 +391,13 @@ small = TrainConfig(
 )
 digits = load_dataset(small)
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # These are the parts that `fit` is made of, around a net of our own. After each step
 # `train_epoch` gives what this rank has counted: the sum of its samples' losses, how
 # many were right, and how many there were. We are the only rank, so it is the run's.
 
 
-# %% tags=["lesson"]
+# %%
 def train_small(config, data):
     """The loss of each step, and how many test images are right in the end."""
     torch.manual_seed(config.seed)
@@ -416,14 +416,14 @@ def train_small(config, data):
     return losses, test["num_correct"]
 
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # Each rule gets 64 and 256 images. The linear one also gets a *warm-up* at 256, three
 # epochs in which the rate rises from 0.01 to its full value: new weights change fast,
 # and may not bear long steps yet (Goyal et al., section 2.2).
 #
 # **Predict:** which rule follows the small batch at 4 times the batch, and at 16 times?
 
-# %% tags=["lesson"]
+# %%
 rules = [(16, "none", 0), (64, "none", 0), (64, "sqrt", 0), (64, "linear", 0)]
 rules += [(256, "none", 0), (256, "sqrt", 0), (256, "linear", 0), (256, "linear", 3)]
 torch.set_num_threads(1)
@@ -442,10 +442,10 @@ assert ends[64, "linear", 0] < ends[64, "none", 0] / 3
 for end in (ends[256, "sqrt", 0], ends[256, "linear", 0], ends[256, "linear", 3]):
     assert ends[16, "none", 0] < end < ends[256, "none", 0] / 2
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # The test is easy, so look at the training loss. Each point is a mean over 256 images.
 
-# %% tags=["lesson"]
+# %%
 panels = {"4 times the batch: 64": {}, "16 times the batch: 256": {}}
 for name, largest in zip(panels, (64, 256), strict=True):
     for (size, rule, warm), losses in runs.items():
@@ -455,7 +455,7 @@ for name, largest in zip(panels, (64, 256), strict=True):
 plot_losses(panels, "At 4 times the batch the linear rule holds; at 16 times none does")
 plt.show()
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # At 4 times the batch, the old rate is too slow for a quarter of the steps, and the
 # linear rule joins the grey curve. At 16 times both rules help, and both stay behind:
 # 50 steps are few, and the peaks at the beginning show that 0.16 is near the longest
@@ -497,6 +497,9 @@ plt.show()
 
 
 # %%
+import torch
+import torch.distributed as dist
+
 from ddp_lab import check
 
 

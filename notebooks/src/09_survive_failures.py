@@ -17,14 +17,14 @@
 #
 # It takes about 30 minutes. You know the training of notebook 05.
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # ## The same run
 #
 # What is a run, between two steps? Let us find out with a training so small that it
 # needs no ranks: an optimiser with momentum, a learning rate that rises and falls, and
 # an order of the samples that is drawn anew in each epoch.
 
-# %% tags=["lesson"]
+# %%
 import io
 
 import torch
@@ -47,13 +47,13 @@ def start():
     return {"model": model, "optimizer": optimizer, "schedule": schedule}
 
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # `go_on` trains from a step on. Where it is in which epoch follows from the step,
 # and the order of an epoch from its number: no random state has to be kept. It returns
 # the losses, by the number of steps done.
 
 
-# %% tags=["lesson"]
+# %%
 def go_on(parts, first_step, num_steps):
     losses = {}
     for step in range(first_step, first_step + num_steps):
@@ -75,14 +75,14 @@ first = go_on(stopped, 0, 20)
 state = {name: part.state_dict() for name, part in stopped.items()} | {"step": 20}
 torch.save(state, checkpoint := io.BytesIO())  # a file in memory
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # One run went through, the other stopped after step 20, in the middle of its first
 # epoch. Of the three parts and the step, most scripts save the weights alone.
 #
 # **Predict:** you go on from the weights alone. What will the curve do at the seam?
 
 
-# %% tags=["lesson"]
+# %%
 import matplotlib.pyplot as plt
 
 from ddp_lab import plot_resumed
@@ -104,7 +104,7 @@ title = "Weights alone: no jump, but a bend, and then it is another run"
 plot_resumed(whole, curves, {20: "stopped"}, title)
 plt.show()
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # The loss does not jump, so nothing looks wrong. But the learning rate begins to rise
 # from the bottom again, the momentum is gone, and the samples that were just seen come
 # again. What does each of them do?
@@ -112,7 +112,7 @@ plt.show()
 # **Predict:** which of these matters most here? And if nothing is forgotten, how equal
 # is equal?
 
-# %% tags=["lesson"]
+# %%
 for forget in (["optimizer"], ["schedule"], ["step"], []):
     losses = resume(forget)
     apart = max(abs(losses[step] - whole[step]) for step in losses)
@@ -121,7 +121,7 @@ for forget in (["optimizer"], ["schedule"], ["step"], []):
     print(f"loss apart by ~ {apart:.2f}")
     assert bits if not forget else apart > 0.01
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # With all four it is the *same run*: not a similar curve, the same bits. Each part that
 # is forgotten makes another one, however small the difference looks.
 #
@@ -135,7 +135,7 @@ for forget in (["optimizer"], ["schedule"], ["step"], []):
 # Who writes a checkpoint over the old one has, for a moment, neither. The disk is full
 # or the process is killed at that moment, and days are lost.
 
-# %% tags=["lesson"]
+# %%
 import tempfile
 from pathlib import Path
 
@@ -154,14 +154,14 @@ def try_to_load(path):
 (home / "torn.pt").write_bytes(content[: len(content) // 2])  # killed half-way
 try_to_load(home / "torn.pt")
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # A file system has one operation that cannot be seen half done: renaming. So write to
 # another name, and rename when all is there.
 #
 # **Predict:** the same kill, half-way. What is at `whole.pt`, and what beside it?
 
 
-# %% tags=["lesson"]
+# %%
 import os
 
 
@@ -181,7 +181,7 @@ num_bytes = save(state, home / "whole.pt", killed=True)
 try_to_load(home / "whole.pt")
 try_to_load(home / "whole.tmp")
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # The old one is still there. Without `fsync` a file system may rename first and write
 # the bytes later, and after a power cut the new name holds nothing.
 #
@@ -191,7 +191,7 @@ try_to_load(home / "whole.tmp")
 #
 # One more trap. `torch.load` reads a pickle, and a pickle can *run* what it likes.
 
-# %% tags=["lesson"]
+# %%
 import pickle
 
 
@@ -207,7 +207,7 @@ try:
 except pickle.UnpicklingError:
     print("weights_only=True: refused")
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # `weights_only=True` takes tensors, numbers, texts and containers, and runs nothing. It
 # is the default since PyTorch 2.6. So put nothing else into a checkpoint.
 #
@@ -217,7 +217,7 @@ except pickle.UnpicklingError:
 # rank, as `torchrun` would start it. On rank 1 it can raise a signal after a certain
 # step, so that you see what we see.
 
-# %% tags=["lesson"]
+# %%
 import contextlib
 import itertools
 import signal
@@ -243,11 +243,11 @@ def train(line, number=None, after_step=None):
     return status, said.getvalue()
 
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # First a run that nobody kills: two epochs of six steps, and a checkpoint after every
 # fourth step and every epoch. `GroupNorm` instead of BatchNorm: you will see why.
 
-# %% tags=["lesson"]
+# %%
 from ddp_lab import RankFailed, Run, Workers
 
 OPTIONS = (
@@ -264,7 +264,7 @@ state = torch.load(run.folder / "checkpoint-00000008.pt", weights_only=True)
 print(*state)
 print({name: state["progress"][name] for name in ("epoch", "step", "samples")})
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # The last two are kept (one can be damaged), and `checkpoint.pt` is another name of the
 # newest. Inside is what we found by hand. The `progress` says: one epoch and 8 steps
 # are done, so the next one goes on in the middle of the second epoch.
@@ -272,7 +272,7 @@ print({name: state["progress"][name] for name in ("epoch", "step", "samples")})
 # **Predict:** rank 1 is killed in step 11, by SIGKILL, which no program can catch, as
 # when memory runs out. What becomes of rank 0? After which step is the last checkpoint?
 
-# %% tags=["lesson"]
+# %%
 import shutil
 
 try:
@@ -293,7 +293,7 @@ before = losses_of("killed")
 newest = torch.load(home / "runs/killed/checkpoint.pt", weights_only=True)
 print("last loss: step", max(before), " checkpoint: step", newest["progress"]["step"])
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # Who died, and by which signal. (The cause is a guess; it was us.) The other rank came
 # to its next collective and found the connection broken. One rank less is the end of
 # *all*: there is no going on without its share of the batch. So start them all anew,
@@ -306,7 +306,7 @@ print("last loss: step", max(before), " checkpoint: step", newest["progress"]["s
 # **Predict:** which steps will be done twice? Will the final weights be equal, nearly
 # or to the bit?
 
-# %% tags=["lesson"]
+# %%
 command = f"{OPTIONS} --out runs/killed --auto-resume"
 results = workers.run(train, command)
 print("exit status of each rank:", [status for status, _ in results])
@@ -328,7 +328,7 @@ title = "Killed and resumed: the same curve, with two steps done twice"
 plot_resumed(losses_of("whole"), parts, marks, title)
 plt.show()
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # Steps 9 and 10 were in the history already. They were cut off and made again, so there
 # is no gap and nothing is there twice. All losses and all weights are the same bits.
 #
@@ -340,7 +340,7 @@ plt.show()
 #
 # **Predict:** again the same bits?
 
-# %% tags=["lesson"]
+# %%
 from ddp_lab import launch
 
 results = launch(train, "--resume runs/fewer", num_ranks=1)
@@ -350,7 +350,7 @@ print("exit status:", results[0][0], " same steps:", fewer.keys() == whole.keys(
 print(f"losses apart by at most ~ {apart:.0e}")
 assert apart < 1e-3  # float32, and sums in another order
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # The same but for rounding: the sums over the batch are now taken in another order. It
 # takes three things. The checkpoint belongs to no rank. The position is counted in
 # samples of *all* ranks. And the model does not look at a rank's own batch, as
@@ -362,7 +362,7 @@ assert apart < 1e-3  # float32, and sums in another order
 # a machine again when one has failed. The script below is `ddp_lab.train` with a fault
 # planted, in its first life only.
 
-# %% tags=["lesson"]
+# %%
 num_written = (home / "flaky.py").write_text("""
 import itertools, os, signal, sys
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -379,13 +379,13 @@ if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 sys.exit(main())
 """)
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # In a terminal: `torchrun --standalone --nproc-per-node 2 --max-restarts 3 flaky.py`
 # and the options. Under `--max-restarts` the program resumes by itself.
 #
 # **Predict:** how often will rank 0 say its first line?
 
-# %% tags=["lesson"]
+# %%
 import re
 import subprocess
 import sys
@@ -402,7 +402,7 @@ for code, rank in re.findall(r"exitcode: (\S+)\) local_rank: (\d)", done.stderr)
     print(f"torchrun: local rank {rank} failed with exit code {code}")
 print("same weights:", same_weights("torchrun", "whole"))
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # Two lives, one run, no human. Exit code -9 is signal 9, SIGKILL.
 #
 # On several machines it works in the same way: each runs a `torchrun`, and all of them
@@ -418,7 +418,7 @@ print("same weights:", same_weights("torchrun", "whole"))
 #
 # **Predict:** rank 1 alone gets a SIGTERM in step 5. Who stops, and after which step?
 
-# %% tags=["lesson"]
+# %%
 command = f"{OPTIONS} --out runs/asked --auto-resume"
 results = workers.run(train, command, signal.SIGTERM, after_step=5)
 print([status for status, _ in results], results[0][1], end="")
@@ -428,7 +428,7 @@ print("then:", [status for status, _ in results])
 print("same weights:", same_weights("asked", "whole"))
 workers.close()
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # Both, after the same step. The handler of a signal only makes a note; at the end of
 # the step the ranks tell each other (`should_stop` of notebook 05), rank 0 saves, and
 # all leave. Nothing was done twice. Status 75 means, by an old convention of Unix
@@ -451,7 +451,7 @@ workers.close()
 # Models](https://arxiv.org/abs/2407.21783), section 3.3.4). Suppose that a save takes
 # one minute, and let failures come by chance.
 
-# %% tags=["lesson"]
+# %%
 import random
 
 save_s, mtbf_s = 60, 54 * 24 * 3600 / 419  # mean time between failures
@@ -473,7 +473,7 @@ def lost(every_s, num_saves=5_000):
 print(f"a failure every {mtbf_s / 3600:.1f} hours")
 print(f"saving every minute: {lost(60):.0%} of the time is lost")
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # So not every minute. Of an interval of work t, saving costs the share s / t, with s
 # for the save. A failure, M apart on average, costs half an interval: t / (2 M). The
 # sum is least where both are equal, at
@@ -486,7 +486,7 @@ print(f"saving every minute: {lost(60):.0%} of the time is lost")
 #
 # **Predict:** the best interval for this run? How bad is one that is twice too long?
 
-# %% tags=["lesson"]
+# %%
 from math import sqrt
 
 from ddp_lab import plot_lost_time

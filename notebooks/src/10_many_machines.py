@@ -33,11 +33,11 @@
 # store there, and the others come. `--rdzv-id` is the name of the job. The line is the
 # same on both hosts.
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # This is our second host: one more torchrun, with nothing but the loopback interface
 # for a cable.
 
-# %% tags=["lesson"]
+# %%
 import os
 import socket
 import subprocess
@@ -58,11 +58,11 @@ def start(*arguments, **variables):
     )
 
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # We also have to collect what they write, and each job gets a port of its own.
 
 
-# %% tags=["lesson"]
+# %%
 def outputs(hosts):
     """Wait for all, and return what each wrote; no one is left behind."""
     try:
@@ -80,11 +80,11 @@ def free_port():
 
 def meet():
     endpoint = f"127.0.0.1:{free_port()}"
-    options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "lesson"]
+    options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id"]
     return [*options, "--rdzv-endpoint", endpoint]
 
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # ## Which rank is where?
 #
 # The first program only says what its ranks find in their environment. `--local-addr`
@@ -93,7 +93,7 @@ def meet():
 # **Predict:** two hosts start two ranks each. What are rank and local rank of the last
 # one? And is `MASTER_PORT` the port of the endpoint?
 
-# %% tags=["lesson"]
+# %%
 from pathlib import Path
 
 script = Path(scratch.name, "where.py")
@@ -137,13 +137,13 @@ plt.show()
 #   the endpoint need not have rank 0, which writes the files.
 # - Of a ring of 4, 2 links cross the network; of a ring of 16 on two hosts, still 2.
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # ## The training, on two hosts
 #
 # **Predict:** one rank on each. Which host will print the progress of the run? How far
 # will the losses be from those of two ranks started by one command?
 
-# %% tags=["lesson", "nbval-ignore-output"]
+# %% tags=["nbval-ignore-output"]
 settings = "--epochs 1 --limit-train 256 --limit-test 64 --image-size 16"
 settings = [*settings.split(), "--device", "cpu", "--num-threads", "1"]
 program = ["-m", "ddp_lab.train", *settings, "--out", "two-hosts"]
@@ -155,11 +155,11 @@ for number, (said, _) in enumerate(written):
     print(f"host {number}:", said.replace("; ", "\n") or "not a word")
 assert [host.returncode for host in hosts] == [0, 0], written
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # One rank speaks for the run, wherever it is; a silent host is not a broken one. Now
 # the same on one host, where `train` starts two ranks itself.
 
-# %% tags=["lesson"]
+# %%
 from ddp_lab import Run, parse_arguments, train
 
 folder = Path(scratch.name, "one-host")
@@ -173,7 +173,7 @@ for a, b in zip(one, two, strict=True):
 print("equal to the last bit:", one == two)
 assert one == two
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # What a rank computes depends on its rank and the world size, not on where it is.
 #
 # ## A meeting that fails
@@ -186,7 +186,7 @@ assert one == two
 #
 # **Predict:** will the last line name the host or the port that did not answer?
 
-# %% tags=["lesson"]
+# %%
 conditions = "is_host=0,read_timeout=1"
 lonely = start(*meet(), "--rdzv-conf", conditions, script)
 ((_, complaints),) = outputs([lonely])
@@ -194,7 +194,7 @@ print("exit status", lonely.returncode)
 print(complaints.strip().splitlines()[-1].rpartition("rendezvous.api.")[2])
 assert "RendezvousConnectionError" in complaints
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # It names neither. Remember the sentence. The cure is `--rdzv-conf is_host=1` on the
 # host of the endpoint and `is_host=0` on the others. If it stays, the address is wrong
 # or a firewall is in between. Who waits how long:
@@ -210,7 +210,7 @@ assert "RendezvousConnectionError" in complaints
 # Every host has its own disk. Say that copying the data to the second one was
 # interrupted, and a single file is missing.
 
-# %% tags=["lesson"]
+# %%
 import shutil
 
 from PIL import Image
@@ -228,13 +228,13 @@ for k in range(120):
 shutil.copytree(complete, Path(scratch.name, "data-2"))
 Path(scratch.name, "data-2", "train", "a 0", "0.png").unlink()
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # A sampler that counts 96 files on one host and 95 on the other deals out shards that
 # overlap, and DDP would train on them without a word.
 #
 # **Predict:** what does the lab's program do, and after how many steps?
 
-# %% tags=["lesson"]
+# %%
 program = ["-m", "ddp_lab.train", *settings, "--dataset", "folder", "--data-dir"]
 options = [*meet(), "--nproc-per-node", "1", "--local-addr"]
 hosts = [start(*options, f"127.0.0.{k}", *program, f"data-{k}") for k in (1, 2)]
@@ -244,7 +244,7 @@ for number, (_, complaints) in enumerate(outputs(hosts)):
     print(f"host {number}:", line.replace(", rank", ",\n  rank").replace("; ", ";\n  "))
 assert all(host.returncode != 0 for host in hosts)
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # Both stop before the first step, with the difference by name. Each rank makes a
 # fingerprint of its settings, its list of files, and its model's shapes, and
 # `check_same` from `ddp_lab.world` compares them: one small all-gather at the start.
@@ -293,7 +293,7 @@ read_ranks(task)
 # It is the second one on host 2. `torchrun` under `srun` works too, with *one* task on
 # each host; with more, every task starts all ranks once again.
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # ## What Kubernetes sets
 #
 # A TrainJob of Kubeflow starts `torchrun` in each pod and passes its options in the
@@ -303,7 +303,7 @@ read_ranks(task)
 #
 # **Predict:** there is no `--rdzv-backend` now. Who numbers the hosts?
 
-# %% tags=["lesson"]
+# %%
 job = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_MASTER_ADDR": "127.0.0.1"}
 job["PET_MASTER_PORT"] = str(free_port())
 
@@ -313,7 +313,7 @@ for said, _ in written:
     print(*sorted(said.splitlines()), sep="\n", end="\n\n")
 assert [pod.returncode for pod in pods] == [0, 0], written
 
-# %% [markdown] tags=["lesson"]
+# %% [markdown]
 # Kubernetes does, by `PET_NODE_RANK`. Without `c10d` torchrun uses its *static*
 # rendezvous: host 0 must be at `MASTER_ADDR`, and the ranks use the same port.
 

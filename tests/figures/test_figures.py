@@ -21,6 +21,7 @@ from ddp_lab.figures import (
     plot_resumed,
     plot_ring,
     plot_shards,
+    plot_three_steps,
     save_picture,
     style,
 )
@@ -133,6 +134,7 @@ PICTURES = {
     "memory": lambda: plot_memory(MEMORY, limit_bytes=100 * 2**20),
     "collective": collective,
     "hosts": lambda: plot_hosts(2, 3),
+    "steps": plot_three_steps,
     "resumed": lambda: plot_resumed(
         {1: 2.0, 2: 1.0, 3: 0.5},
         {"first": {1: 2.0, 2: 1.0}, "second": {2: 1.0, 3: 0.5}},
@@ -196,7 +198,7 @@ def test_a_far_test_loss_does_not_squeeze_the_axis():
     first["loss"] = 137.25
     top = plot_loss(History(lines)).axes[0]
     low, high = top.get_ylim()
-    losses = [line["local"][0]["loss"] for line in lines if line["kind"] == "step"]
+    losses = [line["loss"] for line in lines if line["kind"] == "step"]
     assert low < min(losses)
     assert high < 2
     (arrow,) = top.texts
@@ -204,6 +206,22 @@ def test_a_far_test_loss_does_not_squeeze_the_axis():
     assert arrow.xy == (3, 1.0)  # its step, at the upper edge
     drawn = {line.get_label(): line for line in top.lines}["test, 100 images"]
     assert drawn.get_xdata().tolist() == [6]  # no line to what is outside
+
+
+def test_a_loss_over_decades_has_a_tick_for_each_and_its_legend_beside_it():
+    steps = [
+        {"kind": "step", "step": k, "loss": 10.0**-k, "local": []} for k in range(4)
+    ]
+    steps[1]["local"] = [{"loss": 1e-9}, {"loss": 0.2}]  # a rank's own fall of luck
+    figure = plot_loss(History(steps))
+    (axes,) = figure.axes
+    low, high = axes.get_ylim()
+    ticks = [t for t in axes.get_yticks() if low <= t <= high]
+    assert ticks == pytest.approx([1e-3, 1e-2, 1e-1, 1])
+    assert axes.get_legend() is None
+    assert [text.get_text() for text in figure.legends[0].texts][-1:] == [
+        "training, all ranks"
+    ]
 
 
 def test_a_loss_without_accuracy_has_one_panel():
@@ -496,3 +514,19 @@ def test_panels_share_the_loss_axis_and_the_size_of_a_point():
 def test_a_run_shorter_than_a_point_is_refused():
     with pytest.raises(ValueError, match="short: 1 steps of 16 images are fewer"):
         plot_losses({"": {"short": (16, [1.0]), "32": (32, [1.0])}}, "A sentence")
+
+
+def test_three_steps_show_every_sample_once_in_the_batch_and_once_on_its_rank():
+    (axes,) = plot_three_steps(3, 6).axes
+    texts = [text.get_text() for text in axes.texts]
+    assert sorted(t for t in texts if t.isdigit()) == sorted("012345" * 2)
+    assert [t for t in texts if t.startswith("model")] == [
+        f"model,\ncopy {rank}" for rank in range(3)
+    ]
+    assert texts.count("gradient\nof 2") == texts.count("the same\nstep") == 3
+
+
+@pytest.mark.parametrize(("num_ranks", "samples"), [(1, 8), (2, 7), (5, 10), (2, 18)])
+def test_three_steps_refuse_what_cannot_be_drawn(num_ranks, samples):
+    with pytest.raises(ValueError, match="multiple of them up to 16"):
+        plot_three_steps(num_ranks, samples)
