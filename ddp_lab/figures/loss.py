@@ -134,10 +134,9 @@ def _set_loss_axis(
     losses += [line["loss"] for line in kept if line["loss"] > 0]
     low, high = min(losses) / 1.5, max(losses) * 1.5
     axes.set_yscale("log", subs=())  # no ticks but those below
-    ticks = MaxNLocator(5)  # a narrow range may hold none of 1, 2, 5 and 10
-    if high > 10 * low:
-        ticks = LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5))
-    axes.yaxis.set_major_locator(ticks)
+    few = MaxNLocator(5)  # a narrow range may hold none of 1, 2, 5 and 10
+    each = LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5))
+    axes.yaxis.set_major_locator(each if high > 10 * low else few)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda loss, _: f"{loss:g}"))
     axes.set_ylim(low, high)
     for line in evals:

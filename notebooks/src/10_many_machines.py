@@ -80,7 +80,7 @@ def free_port():
 
 def meet():
     endpoint = f"127.0.0.1:{free_port()}"
-    options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id"]
+    options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "lesson"]
     return [*options, "--rdzv-endpoint", endpoint]
 
 
