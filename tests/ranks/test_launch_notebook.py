@@ -1,11 +1,7 @@
 """launch from a real kernel: cells, their classes, their errors, their output."""
 
 import re
-import subprocess
-import sys
 
-import nbclient
-import nbformat
 import pytest
 
 from kernel import kernel_in
@@ -232,27 +228,3 @@ launch(chat, num_ranks=3)
         with open(path) as file:
             lines = file.read().splitlines()
         assert lines == [f"line {n} of rank {rank}" for n in range(100_000)]
-
-
-def test_the_same_text_under_nbval(tmp_path):
-    """Executed once, compared strictly by nbval: the text is the same every time."""
-    book = nbformat.v4.new_notebook()
-    code = [
-        "import os, sys\nfrom ddp_lab.ranks.launch import launch",
-        "def talk():\n    print('hello from', os.environ['RANK'])\n"
-        "    print('to stderr', file=sys.stderr)\nlaunch(talk)",
-        "launch(lambda: 1 / 0, num_ranks=1)",
-    ]
-    book.cells = [nbformat.v4.new_code_cell(text) for text in code]
-    book.cells[2].metadata["tags"] = ["raises-exception"]
-    nbclient.NotebookClient(book, kernel_name="python3").execute()
-    path = tmp_path / "book.ipynb"
-    nbformat.write(book, path)
-    streams = [o["text"] for o in book.cells[1].outputs if o.get("name") == "stdout"]
-    assert "".join(streams) == "hello from 0\n[rank 1] hello from 1\n"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--nbval", "--nbval-cell-timeout=120",
-         "-p", "no:cacheprovider", "-c", "/dev/null", str(path)],
-        capture_output=True, text=True, cwd=tmp_path, timeout=200,
-    )  # fmt: skip
-    assert "3 passed" in done.stdout, done.stdout

@@ -278,11 +278,15 @@ def test_the_same_text_under_nbval(tmp_path):
         "%pull x 0\nx",
         "%%ranks 0 --stuck-after 1\ndist.barrier()",
         "%ranks off",
+        "import os\nfrom ddp_lab import launch\n"
+        "launch(lambda: print('hello from', os.environ['RANK']))",
     ]
     book.cells = [nbformat.v4.new_code_cell(text) for text in cells]
     for failing in (4, 6):
         book.cells[failing].metadata["tags"] = ["raises-exception"]
     nbclient.NotebookClient(book, kernel_name="python3").execute()
+    streams = [o["text"] for o in book.cells[-1].outputs if o.get("name") == "stdout"]
+    assert "".join(streams) == "hello from 0\n[rank 1] hello from 1\n"
     path = tmp_path / "book.ipynb"
     nbformat.write(book, path)
     done = subprocess.run(
