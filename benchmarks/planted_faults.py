@@ -78,7 +78,7 @@ class Outcome:
 
 
 RESUME_ON_TWO = "uninterrupted_one or newest_of_several or one_rank_asks"
-LOOP_ON_TWO = "gradients_travel or nan_stops or noisy"
+LOOP_ON_TWO = "gradients_travel or nan_stops or dropout_draws"
 
 FAULTS = (
     # ---------------------------------------------------------------- step by step
@@ -386,7 +386,7 @@ FAULTS = (
             ),
         ),
         tests=("test_sync_batch_norm.py",),
-        only="2-2d",
+        only="on_the_whole_batch",
     ),
     # ---------------------------------------------------------------- ranks
     Fault(

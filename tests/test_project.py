@@ -15,9 +15,12 @@ import ddp_lab
 ROOT = Path(ddp_lab.__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 README = (ROOT / "README.md").read_text()
+GUIDES = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
 
-# Every command that README shows, and where it is run.
+# Every command that README and docs show, and where it is run.
 RUN_BY = {
+    "git clone REPOSITORY ddp_lab && cd ddp_lab": "whoever reads this",
+    "make lab": "test_make_runs_the_commands_that_are_tested",
     "make train": "test_make_runs_the_commands_that_are_tested",
     "make test": "test_make_runs_the_commands_that_are_tested",
     "python3 -m venv .venv": "the Makefile, in CI",
@@ -29,7 +32,6 @@ RUN_BY = {
     "python -m ddp_lab.train": "test_train.py",
     "torchrun --standalone --nproc-per-node 2 -m ddp_lab.train": "test_train.py",
     "python -m ddp_lab.train --help": "test_train.py",
-    "python -m ddp_lab": "test_face.py",
     "torchrun --standalone --nproc-per-node 2 --max-restarts 3 -m ddp_lab.train "
     "--out runs/NAME": "test_elastic.py",
     "python -m ddp_lab.train --auto-resume --out runs/NAME": "test_resume.py",
@@ -83,7 +85,8 @@ def test_make_runs_the_commands_that_are_tested():
 def test_every_command_of_readme_is_run_somewhere():
     commands = [
         line.split("  #")[0].strip()
-        for block in re.findall(r"(?s)```bash\n(.*?)```", README)
+        for guide in GUIDES
+        for block in re.findall(r"(?s)```bash\n(.*?)```", guide)
         for line in block.splitlines()
         if line.strip()
     ]
@@ -105,12 +108,33 @@ def test_python_of_readme_does_what_it_says(tmp_path):
     assert python.stdout.strip() == result.strip(), python.stderr
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_messages_in_readme_are_the_packages():
+    table = README.partition("## Troubleshooting")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")]
+    messages = [text for row in rows for text in re.findall(r"`(.+?)`", row)]
+    source = "".join(f.read_text() for f in (ROOT / "ddp_lab").rglob("*.py"))
+    source = re.sub(r'"\s+f?"', "", source)  # pieces of one text
+    assert len(messages) == 9
+    assert [text for text in messages if text not in source] == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/*.md"])
 def test_links_lead_somewhere(name):
-    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text())
-    assert name != "README.md" or links
-    for link in links:
-        assert link.startswith("https://") or (ROOT / link).exists(), link
+    for path in ROOT.glob(name):
+        text = path.read_text()
+        places = {
+            re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-")
+            for heading in re.findall(r"(?m)^#+ (.*)$", text)
+        }
+        links = re.findall(r"\]\(([^)]+)\)", text)
+        assert name != "README.md" or links
+        for link in links:
+            if link.startswith(("https://", "../../actions/")):  # GitHub's own page
+                continue
+            if link.startswith("#"):
+                assert link[1:] in places, link
+            else:
+                assert (path.parent / link).exists(), link
 
 
 def test_options_in_readme_exist():
@@ -118,5 +142,5 @@ def test_options_in_readme_exist():
 
     fields = set(TrainConfig.__dataclass_fields__)
     torchruns = {action.dest for action in get_args_parser()._actions}
-    for option in re.findall(r"(?<![\w-])--([a-z][a-z-]+)", README):
+    for option in re.findall(r"(?<![\w-])--([a-z][a-z-]+)", "".join(GUIDES)):
         assert option.replace("-", "_") in fields | torchruns, option
