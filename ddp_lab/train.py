@@ -344,17 +344,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result = train(config, style, stop_flag=request.flag)
     except LabError as error:
         cause = _lab_error_inside(error)
-        ranks = read_ranks()
-        if ranks is None or ranks["rank"] == 0 or not isinstance(cause, Stopped):
+        if not isinstance(cause, Stopped) or _speaks_for_all():
             print(f"ddp_lab.train: {cause}", file=sys.stderr, flush=True)
         return cause.exit_status
     except KeyboardInterrupt:
         print("ddp_lab.train: interrupted, all ranks are stopped", file=sys.stderr)
         return 130
-    if (ranks := read_ranks()) is None or ranks["rank"] == 0:
+    if _speaks_for_all():
         with contextlib.suppress(BrokenPipeError):  # the reader, like head, has left
             print(_summary(result), flush=True)
     return 0
+
+
+def _speaks_for_all() -> bool:
+    """Whether this is rank 0, or the parent of all ranks."""
+    ranks = read_ranks()
+    return ranks is None or ranks["rank"] == 0
 
 
 def _stand_in_for_closed_streams() -> None:

@@ -130,6 +130,28 @@ def test_torchrun_joins_and_trains_the_same(spawned, tmp_path):
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is missing"),
+        ({"RANK": "0"}, "WORLD_SIZE is 'missing'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "must be below WORLD_SIZE=2"),
+        (
+            {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PTY_PORT": "4"},
+            "an interactive srun shell",
+        ),
+    ],
+)
+def test_a_wrong_environment_is_one_line(environ, words, tmp_path, monkeypatch, capsys):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--out", str(tmp_path / "run")]) == 2
+    [complaint] = capsys.readouterr().err.splitlines()
+    assert complaint.startswith("ddp_lab.train: ")
+    assert words in complaint
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_torchruns_forerunner(tmp_path):
     """It adds --local-rank=N to the arguments of each rank."""
     command = [*LAUNCH, "--nproc-per-node", "2", "-m", "ddp_lab.train", *TINY]
