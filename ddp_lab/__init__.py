@@ -49,14 +49,18 @@ if TYPE_CHECKING:
     from ddp_lab.figures import (
         RANK_COLOURS,
         LiveCurve,
+        plot_accumulation,
+        plot_bandwidth,
         plot_buckets,
         plot_collective,
         plot_comparison,
         plot_hosts,
+        plot_life,
         plot_loss,
         plot_losses,
         plot_lost_time,
         plot_memory,
+        plot_network_cost,
         plot_resumed,
         plot_ring,
         plot_shards,
@@ -66,12 +70,14 @@ if TYPE_CHECKING:
     )
     from ddp_lab.loop import fit, fit_on_rank, train_epoch
     from ddp_lab.model import build_model, wrap_model
+    from ddp_lab.proofs.trainings import losses_by_seed, losses_of
     from ddp_lab.proofs.world_sizes import compare_world_sizes
     from ddp_lab.ranks.launch import launch, send_record, shared
     from ddp_lab.ranks.workers import Workers
     from ddp_lab.runs.record import Run
     from ddp_lab.runs.state import start_training
     from ddp_lab.step import evaluate, train_step
+    from ddp_lab.tools.rehearse import rehearse_failure
     from ddp_lab.train import parse_arguments, train
     from ddp_lab.world import (
         World,
@@ -89,17 +95,20 @@ _HOMES = {
     "datasets": "load_dataset",
     "errors": "BadInput CheckFailed LabError RankFailed RanksDisagree RanksStuck",
     "exercises.check": "check",
-    "figures": "RANK_COLOURS LiveCurve plot_buckets plot_collective"
-    " plot_comparison plot_hosts plot_loss plot_losses plot_lost_time plot_memory"
-    " plot_resumed plot_ring plot_shards plot_three_steps rank_colour style",
+    "figures": "RANK_COLOURS LiveCurve plot_accumulation plot_bandwidth plot_buckets"
+    " plot_collective plot_comparison plot_hosts plot_life plot_loss plot_losses"
+    " plot_lost_time plot_memory plot_network_cost plot_resumed plot_ring plot_shards"
+    " plot_three_steps rank_colour style",
     "loop": "fit fit_on_rank train_epoch",
     "model": "build_model wrap_model",
+    "proofs.trainings": "losses_by_seed losses_of",
     "proofs.world_sizes": "compare_world_sizes",
     "ranks.launch": "launch send_record shared",
     "ranks.workers": "Workers",
     "runs.record": "Run",
     "runs.state": "start_training",
     "step": "evaluate train_step",
+    "tools.rehearse": "rehearse_failure",
     "train": "parse_arguments train",
     "world": "World agree_any gather_over_ranks join_world read_ranks sum_over_ranks",
 }
@@ -135,21 +144,28 @@ __all__ = [
     "join_world",
     "launch",
     "load_dataset",
+    "losses_by_seed",
+    "losses_of",
     "parse_arguments",
+    "plot_accumulation",
+    "plot_bandwidth",
     "plot_buckets",
     "plot_collective",
     "plot_comparison",
     "plot_hosts",
+    "plot_life",
     "plot_loss",
     "plot_losses",
     "plot_lost_time",
     "plot_memory",
+    "plot_network_cost",
     "plot_resumed",
     "plot_ring",
     "plot_shards",
     "plot_three_steps",
     "rank_colour",
     "read_ranks",
+    "rehearse_failure",
     "ring_all_reduce",
     "send_record",
     "shard_indices",

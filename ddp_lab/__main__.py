@@ -18,6 +18,10 @@ _COMMANDS = {
         "ddp_lab.train",
         "train an image classifier on all GPUs, or on CPU ranks",
     ),
+    "bandwidth": (
+        "ddp_lab.tools.bandwidth",
+        "measure the network between ranks, by all-reduces of growing size",
+    ),
 }
 """Each is a module with a main of its own, and what it does in a line."""
 
@@ -49,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _help() -> str:
-    commands = "\n".join(f"  {name:<8} {what}" for name, (_, what) in _COMMANDS.items())
+    commands = "\n".join(
+        f"  {name:<10} {what}" for name, (_, what) in _COMMANDS.items()
+    )
     return (
         "usage: python -m ddp_lab COMMAND [its options]     (or ddp-lab COMMAND)\n\n"
         "Learn PyTorch DistributedDataParallel by running it, and train with it.\n\n"

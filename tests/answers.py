@@ -169,6 +169,69 @@ def _():  # nobody has met
     return dist.get_rank(), dist.get_world_size()
 
 
+# ---- fixed_bytes -----------------------------------------------------------------
+
+ALL_FOUR = "it counts parameters, gradients and what the optimiser remembers"
+ON_EVERY_RANK = "every rank holds all of it, and DDP's buckets"
+
+
+@right("fixed_bytes")
+def _(num_parameters, num_remembered, world_size):
+    return 4 * num_parameters * (2 + num_remembered + (world_size > 1))
+
+
+@right("fixed_bytes")
+def _(num_parameters, num_remembered, world_size):
+    parameters = gradients = 4 * num_parameters
+    buckets = 0 if world_size == 1 else gradients
+    return parameters + gradients + num_remembered * parameters + buckets
+
+
+@wrong("fixed_bytes", ALL_FOUR)
+def _(num_parameters, num_remembered, world_size):  # forgets the gradients
+    return 4 * num_parameters * (1 + num_remembered + (world_size > 1))
+
+
+@wrong("fixed_bytes", ALL_FOUR)
+def _(num_parameters, num_remembered, world_size):  # numbers, not bytes
+    return num_parameters * (2 + num_remembered + (world_size > 1))
+
+
+@wrong("fixed_bytes", ALL_FOUR)
+def _(num_parameters, num_remembered, world_size):  # buckets without DDP
+    return 4 * num_parameters * (3 + num_remembered)
+
+
+@wrong("fixed_bytes", ALL_FOUR)
+def _(num_parameters, num_remembered, world_size):  # MB
+    return 4 * num_parameters * (2 + num_remembered) / 2**20
+
+
+@wrong("fixed_bytes", ALL_FOUR)
+def _(num_parameters, num_remembered, world_size):  # SGD with momentum, always
+    return 4 * num_parameters * (3 + (world_size > 1))
+
+
+@wrong("fixed_bytes", ON_EVERY_RANK)
+def _(num_parameters, num_remembered, world_size):  # no buckets
+    return 4 * num_parameters * (2 + num_remembered)
+
+
+@wrong("fixed_bytes", ON_EVERY_RANK)
+def _(num_parameters, num_remembered, world_size):  # as if DDP split it
+    return 4 * num_parameters * (2 + num_remembered + (world_size > 1)) // world_size
+
+
+@wrong("fixed_bytes", ON_EVERY_RANK)
+def _(num_parameters, num_remembered, world_size):  # of all ranks together
+    return 4 * num_parameters * (2 + num_remembered + (world_size > 1)) * world_size
+
+
+@wrong("fixed_bytes", ON_EVERY_RANK)
+def _(num_parameters, num_remembered, world_size):  # a bucket for each other rank
+    return 4 * num_parameters * (1 + num_remembered + world_size)
+
+
 # ---- global_batch_size -----------------------------------------------------------
 
 EVERY = "counts every sample"
@@ -1225,6 +1288,61 @@ def _(hosts, ranks_per_host, port):
     return ["--standalone", *_options(hosts, ranks_per_host, port)]
 
 
+@right("torchrun_options")
+def _(hosts, ranks_per_host, port):
+    nnodes = f"{len(hosts)}:{len(hosts)}"
+    options = _options(hosts, ranks_per_host, port, nnodes=nnodes)
+    return [*options, "--rdzv-conf", "join_timeout=120,read_timeout=30", "--tee=3"]
+
+
+ALIKE = "the same options do for every host"
+
+
+@wrong("torchrun_options", ALIKE)
+def _(hosts, ranks_per_host, port):  # each opens a store of its own
+    return _options(hosts, ranks_per_host, port, rdzv_conf="is_host=1")
+
+
+@wrong("torchrun_options", ALIKE)
+def _(hosts, ranks_per_host, port):  # nobody opens one
+    return _options(hosts, ranks_per_host, port, rdzv_conf="read_timeout=9,is_host=0")
+
+
+@wrong("torchrun_options", ALIKE)
+def _(hosts, ranks_per_host, port):  # on every host this is another machine
+    return _options(hosts, ranks_per_host, port, local_addr="127.0.0.1")
+
+
+@wrong("torchrun_options", ALIKE)
+def _(hosts, ranks_per_host, port):  # all of them are alpha
+    return _options(hosts, ranks_per_host, port, local_addr=hosts[0])
+
+
+@wrong("torchrun_options", "over the network")
+def _(hosts, ranks_per_host, port):  # a file on a disk that need not be shared
+    return _options(hosts, ranks_per_host, port, rdzv_conf="store_type=file")
+
+
+@wrong("torchrun_options", "the script is a file")
+def _(hosts, ranks_per_host, port):  # it would look for a module train.py
+    return [*_options(hosts, ranks_per_host, port), "-m"]
+
+
+@wrong("torchrun_options", "the script is a file")
+def _(hosts, ranks_per_host, port):
+    return ["--no-python", *_options(hosts, ranks_per_host, port)]
+
+
+@wrong("torchrun_options", "--nnodes is the number of hosts")
+def _(hosts, ranks_per_host, port):  # starts with one already
+    return _options(hosts, ranks_per_host, port, nnodes=f"1:{len(hosts)}")
+
+
+@wrong("torchrun_options", "torchrun understands all of them")
+def _(hosts, ranks_per_host, port):
+    return _options(hosts, ranks_per_host, port, nnodes="all")
+
+
 @wrong("torchrun_options", "torchrun understands all of them")
 def _(hosts, ranks_per_host, port):
     return _options(hosts, ranks_per_host, port, num_hosts=len(hosts))
@@ -1432,6 +1550,33 @@ def _(state, path):
         temporary.unlink(missing_ok=True)
 
 
+@right("save_atomically")
+def _(state, path):  # of the file's facts, only those that are needed to read it
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        getattr(os, "fdatasync", os.fsync)(file.fileno())
+    os.replace(temporary, path)
+
+
+@right("save_atomically")
+def _(state, path):  # every write waits for the disk
+    temporary = path.with_suffix(".tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_SYNC
+    with os.fdopen(os.open(temporary, flags, 0o644), "wb") as file:
+        torch.save(state, file)
+    os.replace(temporary, path)
+
+
+@right("save_atomically")
+def _(state, path):  # everything that waits on this machine
+    temporary = path.with_suffix(".tmp")
+    torch.save(state, temporary)
+    os.sync()
+    os.replace(temporary, path)
+
+
 @wrong("save_atomically", WHOLE)
 def _(state, path):
     torch.save(state, path)
@@ -1479,6 +1624,25 @@ def _(state, path):  # fsync before flush: nothing is there to be flushed
     with open(temporary, "wb", buffering=2**20) as file:
         torch.save(state, file)
         os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+@wrong("save_atomically", FLUSHED)
+def _(state, path):  # the lock is written through, the state is not
+    flags = os.O_WRONLY | os.O_CREAT | os.O_SYNC
+    os.close(os.open(path.with_suffix(".lock"), flags, 0o644))
+    temporary = path.with_suffix(".tmp")
+    torch.save(state, temporary)
+    path.with_suffix(".lock").unlink()
+    os.replace(temporary, path)
+
+
+@wrong("save_atomically", FLUSHED)
+def _(state, path):  # opened for writing, but not through
+    temporary = path.with_suffix(".tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    with os.fdopen(os.open(temporary, flags, 0o644), "wb") as file:
+        torch.save(state, file)
     os.replace(temporary, path)
 
 

@@ -85,7 +85,8 @@ def test_a_name_that_is_not_there():
 def test_commands_are_listed(capsys):
     assert main([]) == main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert "train    train an image classifier" in text
+    assert "train      train an image classifier" in text
+    assert "bandwidth  measure the network" in text
     assert main(["--version"]) == 0
     assert ddp_lab.__version__ in capsys.readouterr().out
 
@@ -96,7 +97,7 @@ def test_unknown_command_is_one_line(capsys):
     assert said.out == ""
     assert said.err == (
         "ddp_lab: there is no command 'trian': did you mean train? "
-        "choose one of train\n"
+        "choose one of train, bandwidth\n"
     )
 
 

@@ -1,6 +1,7 @@
 """The exercises of notebook 09: what survives a failure, and how often to save."""
 
 import contextlib
+import functools
 import io
 import math
 import os
@@ -20,6 +21,12 @@ Answer = Callable[..., Any]
 
 # ---------------------------------------------------------------- save_atomically
 
+# Each is there on some systems only.
+_FLUSHES = [name for name in ("fsync", "fdatasync") if hasattr(os, name)]
+_WRITE_THROUGH = [
+    getattr(os, name) for name in ("O_SYNC", "O_DSYNC") if hasattr(os, name)
+]
+
 
 class _Spy:
     """Watches a folder while a function saves into it, and can break the saving.
@@ -33,9 +40,29 @@ class _Spy:
         self.disk_is_full = disk_is_full
         self.names: list[str] = []  # what could be read at `path`, moment by moment
         self.flushed: dict[int, int] = {}  # inode -> size, when it was last flushed
+        self.through: set[int] = set()  # inodes whose writes go to the disk at once
         self.renamed = ""  # "" | "torn" | "unflushed" | "elsewhere" | "whole"
-        self._save, self._fsync = torch.save, os.fsync
+        self._save, self._open = torch.save, os.open
         self._replace, self._rename = os.replace, os.rename
+        self._flush = {name: getattr(os, name) for name in _FLUSHES}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Stand in for what saves, flushes and renames, in the block."""
+        with contextlib.ExitStack() as at_the_end:
+            put = functools.partial(self._put, at_the_end)
+            put(torch, "save", self.save)
+            put(os, "open", self.open)
+            put(os, "replace", self.replace)
+            put(os, "rename", self.rename)
+            for name in _FLUSHES:
+                put(os, name, functools.partial(self.flush, name))
+            put(os, "sync", self.sync)
+            yield
+
+    @staticmethod
+    def _put(stack: contextlib.ExitStack, owner: Any, name: str, by: Any) -> None:
+        stack.enter_context(mock.patch.object(owner, name, by))
 
     def look(self) -> None:
         self.names.append(_read(self.path))
@@ -56,11 +83,23 @@ class _Spy:
             raise OSError(28, "No space left on device")
         file.write(whole[len(whole) // 2 :])
 
-    def fsync(self, file: Any) -> None:
-        self._fsync(file)
+    def flush(self, name: str, file: Any) -> None:
+        self._flush[name](file)
         number = file if isinstance(file, int) else file.fileno()
         facts = os.fstat(number)
         self.flushed[facts.st_ino] = facts.st_size
+
+    def sync(self) -> None:
+        """Of all files; noted only, as it may take long on this machine."""
+        for file in self.path.parent.iterdir():
+            facts = file.stat()
+            self.flushed[facts.st_ino] = facts.st_size
+
+    def open(self, path: Any, flags: int, *args: Any, **options: Any) -> int:
+        number = self._open(path, flags, *args, **options)
+        if any(flags & flag == flag for flag in _WRITE_THROUGH):
+            self.through.add(os.fstat(number).st_ino)
+        return number
 
     def replace(self, source: Any, target: Any, **options: Any) -> None:
         self._note(Path(source), Path(target))
@@ -79,7 +118,10 @@ class _Spy:
             self.renamed = "elsewhere"
         elif _read(source) != "new":
             self.renamed = "torn"
-        elif self.flushed.get(facts.st_ino) != facts.st_size:
+        elif (
+            self.flushed.get(facts.st_ino) != facts.st_size
+            and facts.st_ino not in self.through
+        ):
             self.renamed = "unflushed"
         else:
             self.renamed = "whole"
@@ -113,12 +155,7 @@ def _call_save(fn: Answer, case: str, rank: int, world_size: int) -> Any:
             torch.save(_state("old"), path)
         spy = _Spy(path, disk_is_full=case == "full")
         raised = False
-        with (
-            mock.patch.object(torch, "save", spy.save),
-            mock.patch.object(os, "fsync", spy.fsync),
-            mock.patch.object(os, "replace", spy.replace),
-            mock.patch.object(os, "rename", spy.rename),
-        ):
+        with spy.watching():
             if case == "full":
                 with contextlib.suppress(OSError):
                     raised = True
@@ -180,8 +217,8 @@ def _judge_save(case: str, seen: list[Any]) -> Iterator[Wrong]:
         ),
         "torn": ("the file is whole before it gets its name", "a torn file"),
         "unflushed": (
-            "the file is flushed to the disk (flush, then os.fsync) before it gets its "
-            "name",
+            "the file is flushed to the disk (flush, then os.fsync, or a file opened "
+            "with O_SYNC) before it gets its name",
             "bytes that a power cut would take",
         ),
     }

@@ -41,10 +41,19 @@ def _judge_options(case: dict[str, Any], seen: list[Any]) -> Iterator[Wrong]:
         none = Words("no complaint")
         yield Wrong(rule=rule, rank=None, expected=none, got=Words(complaint))
         return
+    from torch.distributed.run import parse_min_max_nnodes
+
     places = {f"{host}:{port}" for host in hosts}
+    fewest, most = parse_min_max_nnodes(parsed.nnodes)
+    conf = dict(part.partition("=")[::2] for part in parsed.rdzv_conf.split(","))
+    is_host = f"is_host={conf['is_host']}" if "is_host" in conf else ""
     checks = [
         ("there is no --standalone: it is for one host", parsed.standalone, False),
-        ("--nnodes is the number of hosts", parsed.nnodes, str(len(hosts))),
+        (
+            "--nnodes is the number of hosts: all of them, before the first step",
+            parsed.nnodes if fewest < most else str(most),
+            str(len(hosts)),
+        ),
         (
             "--nproc-per-node is the number of ranks on one host",
             parsed.nproc_per_node,
@@ -60,10 +69,32 @@ def _judge_options(case: dict[str, Any], seen: list[Any]) -> Iterator[Wrong]:
             endpoint if parsed.rdzv_endpoint in places else parsed.rdzv_endpoint,
             endpoint,
         ),
+        (
+            "the same options do for every host, and only one of them is host of the "
+            "endpoint: leave is_host to torchrun",
+            is_host,
+            "",
+        ),
+        (
+            "the same options do for every host, so none gives a host its own address",
+            parsed.local_addr or "",
+            "",
+        ),
+        (
+            "they meet over the network, not in a file",
+            conf.get("store_type", "tcp"),
+            "tcp",
+        ),
+        (
+            "the script is a file that python runs: no -m and no --no-python",
+            "-m" * parsed.module or "--no-python" * parsed.no_python,
+            "",
+        ),
     ]
     for rule, found, expected in checks:
         if found != expected:
-            yield Wrong(rule=rule, rank=None, expected=expected, got=found)
+            nothing = Words("nothing") if expected == "" else expected
+            yield Wrong(rule=rule, rank=None, expected=nothing, got=found)
     if parsed.rdzv_id in ("", "none"):  # "none" is torchrun's default
         rule = "--rdzv-id names the job, so that two jobs never mix"
         a_name = Words("any name")
@@ -72,12 +103,15 @@ def _judge_options(case: dict[str, Any], seen: list[Any]) -> Iterator[Wrong]:
 
 def _parse(options: list[str]) -> tuple[Any, str]:
     """What torchrun makes of its options, or None and its complaint."""
-    from torch.distributed.run import get_args_parser
+    from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
     said, helped = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(helped):
             parsed = get_args_parser().parse_args([*options, "train.py"])
+            parse_min_max_nnodes(parsed.nnodes)
+    except (ValueError, RuntimeError) as error:
+        return None, f"--nnodes={parsed.nnodes}: {error}"
     except SystemExit:
         complaint = said.getvalue().strip().rpartition("error: ")[2]
         return None, complaint or "it only prints its help"
@@ -91,9 +125,10 @@ _TORCHRUN_OPTIONS = Exercise(
     signature="torchrun_options(hosts, ranks_per_host, port)",
     task=(
         "hosts is a list of host names. The same command is to be started on each of "
-        "them: torchrun, its options, then the script. Return the options, as a list "
-        "of texts, such that ranks_per_host ranks run on every host and all of them "
-        "meet at a port of one of the hosts. Give the job a name."
+        "them: torchrun, its options, then the script, a file. Return the options, as "
+        "a list of texts, such that ranks_per_host ranks run on every host and all of "
+        "them meet by c10d at a port of one of the hosts. Give the job a name. As the "
+        "command is the same everywhere, it says nothing that holds for one host only."
     ),
     cases=(
         {"hosts": ["alpha", "beta"], "ranks_per_host": 4, "port": 29500},
@@ -195,8 +230,8 @@ _BANDWIDTH_NEEDED = Exercise(
     task=(
         "A ring all-reduce of a tensor of num_bytes on num_ranks ranks is to take at "
         "most that many seconds. Return the bandwidth that each rank needs to the next "
-        "one, in bits a second. It receives at the same time, and what it computes "
-        "counts for nothing."
+        "one, in bits a second. It receives at the same time; what it computes and the "
+        "latency count for nothing."
     ),
     cases=(
         _case(1_000_000, 2, 0.5),

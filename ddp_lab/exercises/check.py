@@ -21,6 +21,7 @@ from ddp_lab.exercises.about_curve import CURVE_EXERCISES
 from ddp_lab.exercises.about_data import DATA_EXERCISES
 from ddp_lab.exercises.about_failures import FAILURE_EXERCISES
 from ddp_lab.exercises.about_hosts import HOST_EXERCISES
+from ddp_lab.exercises.about_memory import MEMORY_EXERCISES
 from ddp_lab.exercises.about_model import MODEL_EXERCISES
 from ddp_lab.exercises.about_ranks import RANK_EXERCISES
 from ddp_lab.exercises.exercise import Exercise, Words, Wrong, tell
@@ -33,6 +34,7 @@ EXERCISES: dict[str, Exercise] = {
     exercise.name: exercise
     for exercise in (
         *RANK_EXERCISES,
+        *MEMORY_EXERCISES,
         *MODEL_EXERCISES,
         *DATA_EXERCISES,
         *CURVE_EXERCISES,

@@ -22,20 +22,9 @@ _MOST_SAMPLES = 64
 _MOST_HOSTS, _MOST_RANKS = 4, 16
 _MB = 2**20
 # Not ranks, so not their colours: greys for what stays, bright for what grows.
-_KINDS = {
-    "parameters": "#3d3d3d",
-    "gradients": "#7d7d7d",
-    "optimiser": "#b9b9b9",
-    "activations": "#AA3377",
-    "other": "#EEC5D8",
-}
-
-_ON_WHITE: dict[str, Any] = {
-    "frameon": True,
-    "framealpha": 1,
-    "edgecolor": "none",
-    "borderaxespad": 0,
-}
+_FIXED = {"parameters": "#222222", "gradients": "#858585", "optimiser": "#d0d0d0"}
+_GROWING = {"activations": "#AA3377", "other": "#EEC5D8"}
+_THIN = 0.02  # of the picture's height; what is thinner has no colour to be seen
 
 
 def plot_shards(
@@ -217,6 +206,9 @@ def plot_memory(
 ) -> "Figure":
     """Draw where memory goes, by kind, against the batch size.
 
+    Parameters, gradients and optimiser are one strip where they would be too thin to be
+    told apart.
+
     Args:
         rows: one for each batch size, in rising order: ``batch_size``, and bytes of
             ``parameters``, ``gradients``, ``optimiser``, ``activations`` and ``other``;
@@ -226,32 +218,55 @@ def plot_memory(
     """
     from matplotlib import pyplot
 
-    totals = [sum(row.get(kind, 0) for kind in _KINDS) for row in rows]
+    kinds = (*_FIXED, *_GROWING)
+    totals = [sum(row.get(kind, 0) for kind in kinds) for row in rows]
     top = max([*totals, limit_bytes or 0])
     unit, name = (2**30, "GB") if top >= 2**30 else (_MB, "MB")
     at = range(len(rows))
     with in_style(**{"axes.grid.axis": "y"}):
         figure, axes = pyplot.subplots()
         below = [0.0] * len(rows)
-        for kind, colour in _KINDS.items():
-            heights = [row.get(kind, 0) / unit for row in rows]
-            if any(heights):
-                axes.bar(at, heights, 0.7, bottom=below, color=colour, label=kind)
-                below = [b + h for b, h in zip(below, heights, strict=True)]
+        for label, colour, num_bytes in _memory_strips(rows, _THIN * top):
+            heights = [size / unit for size in num_bytes]
+            look: dict[str, Any] = {"color": colour, "label": label}
+            axes.bar(at, heights, 0.7, bottom=below, **look)
+            below = [b + h for b, h in zip(below, heights, strict=True)]
         for x, total in zip(at, totals, strict=True):
             axes.text(x, total / unit, num_bytes_text(total), ha="center", va="bottom")
         if limit_bytes is not None:
-            label = f"GPU memory: {num_bytes_text(limit_bytes)}"
-            line = {"color": INK, "linestyle": "--", "linewidth": 1, "label": label}
-            axes.axhline(limit_bytes / unit, **line)  # type: ignore[arg-type]
+            _draw_limit(axes, limit_bytes / unit, num_bytes_text(limit_bytes))
         axes.set_xticks(at, [f"{row['batch_size']:g}" for row in rows])
         axes.set_xlabel("batch size (samples on one GPU at once)")
         axes.set_ylabel(f"memory ({name})")
         axes.margins(y=0.12)
-        handles, labels = axes.get_legend_handles_labels()
-        axes.legend(handles[::-1], labels[::-1], loc="upper left", **_ON_WHITE)
+        figure.legend(loc="outside lower center", ncols=4)
         axes.set_title(title or _memory_title(rows, totals, limit_bytes))
     return figure
+
+
+def _memory_strips(
+    rows: Sequence[Mapping[str, float]], thin: float
+) -> list[tuple[str, str, list[float]]]:
+    """From the bottom up: label, colour, and bytes for each row."""
+    strips = [
+        (kind, colour, [row.get(kind, 0) for row in rows])
+        for kind, colour in (_FIXED | _GROWING).items()
+        if any(row.get(kind, 0) for row in rows)
+    ]
+    fixed = [strip for strip in strips if strip[0] in _FIXED]
+    if len(fixed) > 1 and all(max(sizes) < thin for _, _, sizes in fixed):
+        label = ", ".join(kind for kind, _, _ in fixed)
+        sums = [sum(sizes) for sizes in zip(*(s for _, _, s in fixed), strict=True)]
+        strips = [(label, _FIXED["parameters"], sums), *strips[len(fixed) :]]
+    return strips
+
+
+def _draw_limit(axes: Any, height: float, size: str) -> None:
+    """A line across, which says by itself what it is."""
+    axes.axhline(height, color=INK, linestyle="--", linewidth=1)
+    on_white = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center"}
+    axes.text(0.01, height, f"GPU memory: {size}", bbox=on_white, **place)
 
 
 def _memory_title(
@@ -282,7 +297,7 @@ def plot_hosts(
     every step; the dark ones among them cross the network.
 
     Args:
-        num_hosts: 1 to 4; the rendezvous endpoint is on host 0.
+        num_hosts: 1 to 4, numbered by rank; the rendezvous endpoint is drawn on host 0.
         ranks_per_host: such that there are at most 16 in all.
         title: one sentence; by default it counts the links that cross the network.
     """
@@ -303,7 +318,7 @@ def plot_hosts(
     small: dict[str, Any] = {"fontsize": 8, "va": "center", "color": INK}
     with in_style(**{"axes.grid": False}):
         figure, axes = pyplot.subplots(figsize=(6.4, 2.9))
-        endpoint = "the rendezvous endpoint, a port on host 0: torchruns meet here"
+        endpoint = "the endpoint, a port on one of the hosts: torchruns meet here"
         axes.text(at[0] - 0.45, -1.6, endpoint, **small)
         for host in range(num_hosts):
             _draw_host(axes, host, host * pitch, ranks_per_host, num_ranks, bottom)

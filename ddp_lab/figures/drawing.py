@@ -19,6 +19,7 @@ __all__ = [
     "FAINT",
     "INK",
     "RANK_COLOURS",
+    "draw_arrow",
     "draw_cell",
     "fill_colour",
     "in_style",
@@ -122,6 +123,14 @@ def draw_cell(
     if text:
         middle = {"ha": "center", "va": "center_baseline", "fontsize": font_size}
         axes.text(x, y, text, color=INK, **middle)  # type: ignore[arg-type]
+
+
+def draw_arrow(
+    axes: "Axes", start: tuple[float, float], end: tuple[float, float]
+) -> None:
+    """Draw a faint arrow from one place to another, in units of the axes."""
+    look = {"arrowstyle": "-|>", "color": FAINT, "shrinkA": 0, "shrinkB": 0}
+    axes.annotate("", end, start, arrowprops=look)
 
 
 def num_bytes_text(num_bytes: float) -> str:

@@ -37,7 +37,7 @@ def plot_comparison(comparison: Comparison, title: str | None = None) -> "Figure
             axes.set_xlabel("optimiser steps")
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         lines, names = right.get_legend_handles_labels()
-        figure.legend(lines, names, loc="outside lower right", ncols=3, fontsize=8)
+        figure.legend(lines, names, loc="outside lower right", ncols=2, fontsize=8)
         figure.suptitle(title or _title(comparison), x=0.01, ha="left", fontsize=10)
     return figure
 
@@ -87,24 +87,15 @@ def _draw_differences(axes: "Axes", comparison: Comparison) -> None:
                 color=colour,
                 linewidth=width,
                 marker="o",
-                markersize=1.6 * width,
+                markersize=width,
                 label=f"{name}, {what}",
             )
     spacing = comparison.epsilon * comparison.largest_weight
-    axes.axhline(spacing, color=FAINT, linestyle="--", linewidth=1)
+    dashed: dict[str, Any] = {"color": FAINT, "linestyle": "--", "linewidth": 1}
+    name = f"spacing of {comparison.config.precision} at the largest weight"
+    axes.axhline(spacing, label=name, **dashed)
     if shown:
         axes.set_yscale("log")
-    axes.annotate(
-        f"spacing of {comparison.config.precision} at the largest weight",
-        (0.99, spacing),
-        (0, 3),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        ha="right",
-        va="bottom",
-        fontsize=8,
-        color=FAINT,
-    )
     axes.set_title(f"largest difference to {_name(first)}")
     axes.set_ylabel("absolute difference" + (" (log scale)" if shown else ""))
 

@@ -19,7 +19,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -50,7 +50,11 @@ _MOST_BYTES = 4 * 2**30  # of weights in the temporary folder
 
 
 def compare_world_sizes(
-    world_sizes: Sequence[int], config: TrainConfig, *, num_steps: int | None = None
+    world_sizes: Sequence[int],
+    config: TrainConfig,
+    *,
+    num_steps: int | None = None,
+    workers: Workers | None = None,
 ) -> Comparison:
     """Train the same with several numbers of ranks, and compare step by step.
 
@@ -61,6 +65,8 @@ def compare_world_sizes(
             ``num_threads`` threads each (None: 1; another number is another order).
         num_steps: stop after this many optimiser steps, as if the run were interrupted
             (None: train to the end).
+        workers: ranks that are warm, without a process group, as many as the largest
+            world size or more; their threads are taken as they are (None: start some).
 
     Returns:
         The measured differences; print it, or draw it with `plot_comparison`.
@@ -70,11 +76,12 @@ def compare_world_sizes(
             enough disk; no process was started.
         RankFailed: a rank failed, or the loss diverged.
 
-    **Cost**: one start of the largest number of ranks. The first world size leaves its
-    parameters of each step in a temporary folder, 44 MB a step for ResNet-18 in
-    float32; it is gone when this returns or raises. More than 4 GB are refused.
+    **Cost**: one start of the largest number of ranks, unless they are there. The first
+    world size leaves its parameters of each step in a temporary folder, 44 MB a step
+    for ResNet-18 in float32; it is gone when this returns or raises. More than 4 GB are
+    refused.
     """
-    config = _check(world_sizes, config, num_steps)
+    config = _check(world_sizes, config, num_steps, workers)
     data = load_dataset(config)
     for world_size in world_sizes:
         check_fits(config, data, world_size)
@@ -90,11 +97,13 @@ def compare_world_sizes(
     curves: list[Curve] = []
     with (
         tempfile.TemporaryDirectory(prefix="ddp_lab-compare-") as folder,
-        Workers(max(world_sizes), num_threads=config.num_threads) as workers,
+        nullcontext(workers)
+        if workers is not None
+        else Workers(max(world_sizes), num_threads=config.num_threads) as ranks,
     ):
         first, *others = world_sizes
         for world_size in (first, first, *others):
-            found = workers.run(
+            found = ranks.run(
                 _train_on_rank,
                 world_size,
                 config,
@@ -128,7 +137,10 @@ def compare_world_sizes(
 
 
 def _check(
-    world_sizes: Sequence[int], config: TrainConfig, num_steps: int | None
+    world_sizes: Sequence[int],
+    config: TrainConfig,
+    num_steps: int | None,
+    workers: Workers | None,
 ) -> TrainConfig:
     """Refuse what cannot be compared; return the settings that all ranks share."""
     if len(set(world_sizes)) < 2 or len(set(world_sizes)) < len(world_sizes):
@@ -140,6 +152,11 @@ def _check(
         if world_size < 1:
             raise BadInput(f"world_sizes: {world_size} must be 1 or more")
         config.batches(world_size)
+    if workers is not None and max(world_sizes) > workers.num_ranks:
+        raise BadInput(
+            f"world_sizes {list(world_sizes)} need {max(world_sizes)} ranks, and these "
+            f"workers have {workers.num_ranks}"
+        )
     if num_steps is not None and num_steps < 1:
         raise BadInput(f"num_steps {num_steps} must be 1 or more")
     where = pick_device(config.device, local_world_size=max(world_sizes))

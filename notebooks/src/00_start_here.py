@@ -13,7 +13,7 @@
 # - name the three steps that turn a training script into a distributed one,
 # - train a first model on two ranks, and show that one rank would train the same.
 #
-# It takes about 15 minutes.
+# It takes about 20 minutes.
 
 # %% [markdown]
 # ## The idea in three steps
@@ -28,7 +28,21 @@
 # | 3 | Who sees which sample? | `DistributedSampler` |
 #
 # A *rank* is one of the processes, and also its number, counted from 0. The *world
-# size* is how many there are. First, what have we got to work with?
+# size* is how many there are. Here is one step of two ranks, for a batch of 8 samples.
+
+# %%
+import matplotlib.pyplot as plt
+
+from ddp_lab import plot_three_steps
+
+plot_three_steps()
+plt.show()
+
+# %% [markdown]
+# Read it from left to right, and note where the two ranks need each other: for the mean
+# of the gradients, and for nothing else. You will run each part in this notebook.
+#
+# What have we got to work with?
 
 # %% tags=["nbval-ignore-output"]
 import os
@@ -98,48 +112,62 @@ print("here:", total)
 # that matters most is the all-reduce: each rank brings a tensor, and each leaves with
 # the sum of all.
 #
+# Before it meets the others, a rank picks its device: the GPU whose number is its local
+# rank, which is its number among the ranks of this machine; or the CPU, if there are
+# not enough GPUs. The *backend* that carries the data goes with it: `nccl` between
+# GPUs, `gloo` between CPUs.
+#
 # **Predict:** rank 0 brings 1 and rank 1 brings 2. Who holds what in the end?
 
 
 # %%
+def meet():
+    has_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if has_gpu else "cpu")
+    if has_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if has_gpu else "gloo")
+    return device
+
+
 def bring_and_sum():
-    dist.init_process_group("gloo")
-    tensor = torch.tensor([dist.get_rank() + 1])
+    device = meet()
+    tensor = torch.tensor([dist.get_rank() + 1], device=device)
     dist.all_reduce(tensor)
+    total = tensor.item()
     dist.destroy_process_group()
-    return tensor.item()
+    return total
 
 
 launch(bring_and_sum, num_ranks=2)
 
 # %% [markdown]
-# Both hold 3. No rank is the boss: nobody collects the numbers and hands them out. The
-# word `gloo` names the library that carries the data between CPUs; between GPUs it is
-# `nccl`.
+# Both hold 3, and no rank is the boss: all call the same function, and all get the
+# result. `meet` is step 1 as you will need it. `set_device` makes this rank's GPU the
+# one that plain `"cuda"` means, so that no tensor lands on another rank's GPU by
+# mistake. (All code of this notebook is written for CPUs and GPUs; what you see was
+# computed on CPUs, and on GPUs it was not run here.)
 #
 # ## Something to learn
 #
-# 1797 handwritten digits of 8 x 8 pixels ship with scikit-learn. They are shuffled, and
-# 357 of them are set aside to test with.
+# 1797 handwritten digits of 8 x 8 pixels ship with scikit-learn. `load_dataset`
+# shuffles them, always in the same way, and sets 360 of them aside to test with.
 
 # %%
-from sklearn.datasets import load_digits
 from torch.utils.data import TensorDataset
 
-digits = load_digits()
-order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
-images = torch.tensor(digits.images, dtype=torch.float32)[order] / 16
-labels = torch.tensor(digits.target)[order]
-dataset = TensorDataset(images[:1440], labels[:1440])
-test_images, test_labels = images[1440:], labels[1440:]
-print(len(dataset), "to train,", len(test_images), "to test,", tuple(images[0].shape))
+from ddp_lab import TrainConfig, load_dataset
+
+digits = load_dataset(TrainConfig(dataset="digits", image_size=8))
+images, labels = digits.train.images[:, 0] / 255, digits.train.labels  # one colour
+dataset = TensorDataset(images, labels)
+test_images, test_labels = digits.test.images[:, 0] / 255, digits.test.labels
+print(len(dataset), "to train,", len(test_labels), "to test,", tuple(images[0].shape))
 
 # %% [markdown]
 # Here are the first ten of them.
 
 # %%
-import matplotlib.pyplot as plt
-
 from ddp_lab import RANK_COLOURS, style
 
 with plt.rc_context({**style(), "figure.figsize": (6.4, 1.2)}):
@@ -173,7 +201,7 @@ print(sum(p.numel() for p in make_model().parameters()), "parameters")
 # Two things are easy to miss. The batch size of a rank is its *share* of the global
 # batch, so that the optimiser sees the same number of samples whatever the world size.
 # And there is no line that exchanges gradients: `loss.backward()` does it, because DDP
-# has put itself into the backward pass.
+# has put itself into the backward pass. On a GPU, `device_ids` tells DDP which one.
 
 # %%
 import torch.nn.functional as F
@@ -182,8 +210,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 
 def train(num_epochs, global_batch_size):
-    dist.init_process_group("gloo")  # step 1: meet
-    model = DistributedDataParallel(make_model())  # step 2: one model
+    device = meet()  # step 1: meet
+    gpus = [device] if device.type == "cuda" else None
+    model = DistributedDataParallel(make_model().to(device), device_ids=gpus)  # step 2
     sampler = DistributedSampler(dataset, drop_last=True)  # step 3: shards
     share = global_batch_size // dist.get_world_size()
     loader = DataLoader(dataset, share, sampler=sampler, drop_last=True)
@@ -192,7 +221,7 @@ def train(num_epochs, global_batch_size):
     for epoch in range(num_epochs):
         sampler.set_epoch(epoch)  # another order in each epoch
         for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
+            loss = F.cross_entropy(model(x.to(device)), y.to(device))
             optimizer.zero_grad()
             loss.backward()  # DDP averages the gradients over ranks
             optimizer.step()
@@ -229,6 +258,9 @@ with plt.rc_context(style()):
         axes.plot(own, color=RANK_COLOURS[rank], alpha=0.4, label=label)
     axes.plot(losses, color="#222222", label="the run: mean over ranks")
     axes.set(xlabel="optimiser step", ylabel="loss (nats)", yscale="log")
+    ticks = [0.05, 0.1, 0.2, 0.5, 1, 2.3]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     axes.set_title("Each rank sees a noisier loss than the run has")
     axes.legend()
     plt.show()
@@ -236,6 +268,11 @@ with plt.rc_context(style()):
 # %% [markdown]
 # This picture is worth a second look, since many scripts print the loss of rank 0 and
 # call it the loss of the run. It is one of the coloured lines, not the black one.
+#
+# The unit comes with the cross-entropy, which is minus the natural logarithm of the
+# probability that the model gives to the right digit, averaged over images. Whoever
+# guesses gives each of ten digits 1/10, that is ln 10 = 2.3 *nats*, and there the
+# curves begin. At 0.1 nats the probability is e^-0.1, or 90 %.
 #
 # How good is the model? We test it here, in the notebook's own process, with the
 # weights that came back.
@@ -265,8 +302,8 @@ assert len(losses_alone) == 132
 assert difference < 1e-3
 
 # %% [markdown]
-# They are the same curve. What is left is rounding: two halves were summed and then
-# averaged, instead of all at once. Splitting the work over ranks has changed *where* it
+# They are the same curve. What is left is rounding: the mean of two means is rounded
+# otherwise than one mean over all. Splitting the work over ranks has changed *where* it
 # is done, and not what is computed. So if you can train a model with a batch of 64, and
 # have two GPUs with room for 32 each, you can train the very same model.
 #
@@ -278,25 +315,25 @@ assert difference < 1e-3
 # ## The same for real
 #
 # The package `ddp_lab` contains a full training program: ResNet-18, checkpoints, exact
-# evaluation, a record of the run. Its settings are one object. On a GPU machine the
-# program uses all GPUs by itself; here it gets two CPU ranks, and three passes over the
-# digits take about twenty seconds. `LiveCurve` draws the loss while the ranks train:
-# watch it grow.
+# evaluation, a record of the run. Its settings are one object. We ask for two ranks,
+# which take GPUs if there are two, and else the CPU. `LiveCurve` draws the loss while
+# they train: watch it grow.
 
 # %%
 import tempfile
 from pathlib import Path
 
-from ddp_lab import LiveCurve, TrainConfig, train
+from ddp_lab import LiveCurve, train
 
 scratch = tempfile.TemporaryDirectory()  # goes with the kernel
 folder = Path(scratch.name) / "first"
-config = TrainConfig(epochs=3, num_ranks=2, device="cpu", out=folder)
+config = TrainConfig(epochs=2, num_ranks=2, out=folder)
 curve = LiveCurve("ResNet-18 learns digits on two ranks")
 result = train(config, progress="none", on_record=curve)
 
 print(f"{result['num_samples']} test images, right: ~ {result['accuracy']:.0%}")
 assert result["accuracy"] > 0.7
+assert result["num_samples"] == len(test_labels)  # the same ones as above
 
 # %% [markdown]
 # The black line is the loss of the run; faint behind it is what each rank has seen of
@@ -311,17 +348,16 @@ for path in sorted(folder.iterdir()):
     print(path.name)
 
 # %% [markdown]
-# From a terminal, the same training is
+# From a terminal, the first line does the same training, on all GPUs or on two CPU
+# ranks. `torchrun`, in the second one, starts it on eight GPUs (not run here):
 #
 # ```
-# python -m ddp_lab.train --epochs 3
+# python -m ddp_lab.train --epochs 2
+# torchrun --standalone --nproc-per-node 8 -m ddp_lab.train --epochs 2
 # ```
 #
-# and on a machine with eight GPUs, or on several machines, `torchrun` starts it:
-#
-# ```
-# torchrun --standalone --nproc-per-node 8 -m ddp_lab.train --epochs 3
-# ```
+# And to start something of your own, [examples/plain_ddp.py](../examples/plain_ddp.py)
+# is the whole training in one file of plain PyTorch.
 
 # %% [markdown]
 # ## Summary
@@ -339,8 +375,8 @@ for path in sorted(folder.iterdir()):
 # not hold and on which rank. With the name alone, it tells the task:
 # `check("who_am_i")`.
 #
-# **1.** Write a function that returns the rank and the world size of its process, as
-# two whole numbers. The ranks have not met, and need not.
+# **1.** Write a function that returns the pair of rank and world size of its process,
+# as whole numbers. The ranks have not met, and need not.
 
 
 # %%
@@ -364,8 +400,8 @@ check(who_am_i, "who_am_i")
 
 # %% [markdown]
 # **2.** The all-reduce gives a sum. Write a function that returns the *mean* of the
-# tensors of all ranks, on every rank, for any world size. It is called in a process
-# that has already met the others.
+# tensors of all ranks, on every rank, for any world size. The ranks have met already.
+# The caller still needs its tensor: it must keep its values.
 
 
 # %%
@@ -383,15 +419,26 @@ def mean_over_ranks(tensor):
 check(mean_over_ranks, "mean_over_ranks")
 
 # %% [markdown] tags=["solution"]
-# A copy is made first: an all-reduce overwrites the tensor that it is given, and the
-# caller may still need it.
+# A copy is made first: an all-reduce overwrites the tensor that it is given.
 
 # %% [markdown]
 # **3.** Take `loss.backward()` out of DDP's hands: in `train`, leave out the wrapper
 # (then it is `model.state_dict()` at the end). Predict which of the three printed lines
-# changes, and run it. You have built two models that know nothing of each other. Then
-# give `train` a global batch of 64 on 3 ranks. How large is the global batch really,
-# and which check was missing?
+# changes, and run it. Then put the wrapper back, and give `train` a global batch of 64
+# on 3 ranks. How large is the global batch really, and which check is missing?
+
+# %% [markdown] tags=["solution"]
+# Only the second line changes: `weights equal: False`. The ranks start from the same
+# weights, since `make_model` sets the seed, but each follows the gradients of its own
+# half: two models that know nothing of each other. Nothing fails, and both losses fall.
+#
+# On 3 ranks a share is 64 // 3 = 21, so the optimiser sees 63 samples a step, and
+# nobody says so. The check belongs where `share` is computed:
+#
+# ```
+# if global_batch_size % dist.get_world_size():
+#     raise ValueError("the global batch does not divide by the world size")
+# ```
 
 # %% [markdown]
 # ## Next
@@ -404,7 +451,7 @@ check(mean_over_ranks, "mean_over_ranks")
 # | [02 Ranks and process groups][02] | start ranks, use collectives, read a deadlock |
 # | [03 Wrap the model][03] | write DDP by hand, and show that torch's agrees |
 # | [04 Shard the data][04] | draw who sees what, and evaluate every sample once |
-# | [05 Train ResNet-18][05] | do the whole training, and find seven slips |
+# | [05 Train ResNet-18][05] | do the whole training, and find slips in a script |
 # | [06 One curve][06] | prove that 1, 2 and 4 ranks train the same model |
 # | [09 Survive failures][09] | lose a worker, go on, and end with the same bits |
 # | [10 Many machines][10] | train on several hosts, and say what a network costs |

@@ -13,7 +13,7 @@
 # - tell which batch fits, before you have the GPU,
 # - choose between three ways out, and say how large the batch is for the optimiser.
 #
-# It takes about 20 minutes, and no GPU.
+# It takes about 20 minutes, and no GPU. A part at the end is optional, 5 minutes more.
 
 # %% [markdown]
 # ## A model without numbers
@@ -32,8 +32,8 @@ from torchvision.models import resnet18
 
 
 def photos(num_images):
-    images = torch.empty(num_images, 3, 224, 224)
-    return images, torch.empty(num_images, dtype=torch.long)
+    images = torch.zeros(num_images, 3, 224, 224)
+    return images, torch.zeros(num_images, dtype=torch.long)
 
 
 with FakeTensorMode():
@@ -72,10 +72,8 @@ for optimizer in (sgd, torch.optim.AdamW(model.parameters())):
 
 # %% [markdown]
 # Parameters and gradients are of one size. With SGD's momentum there are three such
-# copies, with AdamW four. They are there whatever the batch is: call them *fixed*.
-#
-# For us, with SGD, that makes 134 MB. No GPU is too small for it. So what was too
-# large?
+# copies, with AdamW four. They are there whatever the batch is: call them *fixed*. For
+# us, with SGD, that makes 134 MB. No GPU is too small for it. So what was too large?
 #
 # ## What the forward pass leaves behind
 #
@@ -129,35 +127,271 @@ print(f"activations of 64 photos: {most / MB:.0f} MB at most")
 print(f"when the step is over: activations, gradients = {trace[-1]} bytes")
 
 # %% [markdown]
-# Ten times what is fixed, at a modest batch. Here is the whole step, one thing after
-# the other.
+# Ten times what is fixed, at a modest batch. The most is reached between the forward
+# and the backward pass, and it is the most that has to fit.
+#
+# ## Is that true?
+#
+# We have only counted, with tensors that are not there. PyTorch's profiler counts
+# something else: what its allocator hands out and gets back, here in a forward pass of
+# 4 photos with real numbers. What has not come back at the end is held.
+#
+# **Predict:** how far apart are the two?
+
+# %%
+import os
+
+from torch.profiler import ProfilerActivity, profile
+
+os.environ["KINETO_LOG_LEVEL"] = "6"  # the profiler would print lines of its own
+
+
+def measure(model, num_images):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        images, labels = photos(num_images)
+        loss = F.cross_entropy(model(images), labels)
+    return sum(event.self_cpu_memory_usage for event in profiler.events()), loss
+
+
+with FakeTensorMode():
+    counted = max(a for a, g in trace_step(resnet18(), *photos(4)))
+measured, loss = measure(resnet18(), 4)
+print(f"counted ~ {counted / MB:.1f} MB, measured ~ {measured / MB:.1f} MB")
+print(f"they differ by ~ {measured - counted} bytes; the loss has {loss.nbytes}")
+assert abs(measured / counted - 1) < 0.01
+
+# %% [markdown]
+# They agree: the backward pass needs everything that is held, except for the loss
+# itself. On a GPU, ask for the most in the whole step (not run here):
+#
+# ```
+# torch.cuda.reset_peak_memory_stats()
+# F.cross_entropy(model(images), labels).backward()
+# print(torch.cuda.max_memory_allocated() / 2**20, "MB")
+# ```
+#
+# That is everything of PyTorch's: what is fixed, the activations, and tensors that live
+# for one operation only. The GPU holds still more, such as the CUDA context and the
+# buffers of NCCL. Leave a tenth free for what we do not count, until you have measured.
+#
+# ## Which batch fits?
+#
+# **Predict:** you have a GPU of 8 GB. Which of the batches 32, 64, 128, 256 and 512
+# fit?
 
 # %%
 import matplotlib.pyplot as plt
 
-from ddp_lab import plot_memory, style
+from ddp_lab import plot_memory
+
+
+def memory(num_images, bf16=False):
+    with FakeTensorMode():
+        trace = trace_step(resnet18(), *photos(num_images), bf16)
+    parts = dict.fromkeys(("parameters", "gradients", "optimiser"), trace[-1][1])
+    return {**parts, "activations": max(a for a, g in trace), "batch_size": num_images}
+
+
+rows = [memory(num_images) for num_images in (32, 64, 128, 256, 512)]
+fixed = 3 * rows[0]["gradients"]
+per_image = (rows[1]["activations"] - rows[0]["activations"]) // 32
+print(f"{fixed / MB:.0f} MB + {per_image / MB:.1f} MB for each photo")
+print("largest batch:", (int(0.9 * 8 * GB) - fixed) // per_image, "with a tenth free")
+plot_memory(rows, limit_bytes=8 * GB)
+plt.show()
+
+# %% [markdown]
+# The fixed part is the thin dark strip at the bottom; the activations grow with the
+# batch, and two batches tell all others. So 256 is what this GPU takes. But our recipe
+# wants a batch of 512. There are three ways out, and all attack the activations.
+#
+# ## First way: several GPUs
+#
+# Two GPUs take 256 photos each, at the same time. Each has a copy of the model, and
+# between backward and step the gradients are averaged over the GPUs.
+#
+# A small network will show it, with 64 samples on two ranks. Each rank computes the
+# mean loss of its own 32.
+#
+# **Predict:** what has to be done with the two gradients to get that of all 64?
+
+# %%
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_lab import launch
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5))
+data, target = torch.randn(64, 20), torch.randint(5, (64,))
+
+
+def gradient_of(model, data, target):
+    model.zero_grad()
+    F.cross_entropy(model(data), target).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+whole = gradient_of(net, data, target)
+print(f"{len(whole)} numbers: the gradient of all 64 samples, in one process")
+
+# %% [markdown]
+# Now on two ranks: first by hand, then with DDP around the same network.
+
+
+# %%
+def my_half():
+    own = data.chunk(2)[dist.get_rank()], target.chunk(2)[dist.get_rank()]
+    by_hand = gradient_of(net, *own)
+    dist.all_reduce(by_hand)  # the sum over ranks
+    return by_hand / 2, gradient_of(DistributedDataParallel(net), *own)
+
+
+for rank, gradients in enumerate(launch(my_half, num_ranks=2, init=True, device="cpu")):
+    by_hand, by_ddp = (torch.allclose(g, whole, atol=1e-7) for g in gradients)
+    print(f"rank {rank} has that gradient: by hand {by_hand}, by DDP {by_ddp}")
+
+# %% [markdown]
+# Both ranks hold the gradient of all 64 samples, though neither has seen more than 32.
+# The loss is a *mean* over samples, so the two gradients are averaged, and DDP does
+# just that inside of `backward()`.
+#
+# ## Second way: accumulate gradients
+#
+# With one GPU, run two *micro-batches* of 256 one after the other, and step the
+# optimiser only then. `backward()` adds to the gradients that are there, so nothing has
+# to be written for it, except for one thing.
+#
+# **Predict:** 64 samples in 4 micro-batches. Which of the two lines says 1?
+
+
+# %%
+def accumulate(model, micro_batch_size, divide_by):
+    model.zero_grad()
+    for part in torch.arange(len(data)).split(micro_batch_size):
+        loss = F.cross_entropy(model(data[part]), target[part])
+        (loss / divide_by).backward()  # adds to p.grad
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+for divide_by in (1, 4):
+    ratio = accumulate(net, 16, divide_by).norm() / whole.norm()
+    print(f"4 micro-batches, loss / {divide_by}: {ratio:.3f} times the gradient")
+assert torch.allclose(accumulate(net, 16, divide_by=4), whole, atol=1e-7)
+
+# %% [markdown]
+# It is the same mean, over time instead of over processes. Four means of 16 have to be
+# averaged, not added, to give the mean of 64. Whoever forgets the division trains, with
+# SGD, at four times the learning rate. With micro-batches of different sizes, each
+# needs its share as its weight.
+#
+# The activations are those of one micro-batch, so this always fits. The price is time.
+# And there is fine print:
+
+# %%
+with_norm = nn.Sequential(
+    nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Tanh(), nn.Linear(30, 5)
+)
+whole = gradient_of(with_norm, data, target)
+off = (accumulate(with_norm, 16, divide_by=4) - whole).norm() / whole.norm()
+print(f"with batch norm the gradients are ~ {off:.0%} apart")
+assert off > 0.05
+
+# %% [markdown]
+# Batch norm computes its statistics over what it sees at once: 16 samples, not 64. The
+# model is trained a little differently; often that is fine, but it is not the same.
+# Several GPUs have the same problem, and there `SyncBatchNorm` solves it.
+#
+# ## Third way: half the bytes
+#
+# Under `torch.autocast`, convolutions and matrix products take and give numbers of 2
+# bytes (`bfloat16`), and the activations are mostly those.
+#
+# **Predict:** a batch of 512 needs 10.6 GB of activations. How much under autocast,
+# exactly half?
+
+# %%
+half = memory(512, bf16=True)
+before, after = rows[-1]["activations"], half["activations"]
+print(f"{before / GB:.1f} GB -> {after / GB:.1f} GB, that is {after / before:.0%}")
+
+# %% [markdown]
+# Nearly half. The max pooling keeps the *places* of its maxima, as integers of 8 bytes,
+# and autocast adds copies of the weights in 2 bytes. The parameters, gradients and the
+# optimiser's memory stay as they were.
+#
+# Now 512 fits on this GPU. The price is precision: 8 bits for the digits of a number
+# instead of 24. (With `float16` instead of `bfloat16` small gradients vanish, and you
+# need a `GradScaler`.) *Activation checkpointing* attacks the same bytes: it throws
+# activations away and computes them again in the backward pass, so it pays with time.
+#
+# ## The effective batch
+#
+# What the optimiser sees between two steps is the *global* or *effective* batch:
+#
+# > global batch size = micro-batch size x accumulation steps x number of ranks
+#
+# It decides how the model learns, so the learning rate goes with it. The micro-batch
+# size decides about memory, and only that. Many ways lead to 512. In the table DDP's
+# own memory counts too: it keeps a copy of all gradients, the buckets that it sends.
+#
+# **Predict:** which part of the memory does a second GPU not make smaller?
+
+# %%
+gradients = fixed // 3  # as large as the parameters, and as the momentum
+image_bf16 = (half["activations"] - memory(256, bf16=True)["activations"]) // 256
+
+print("micro x steps x ranks   fixed (MB)   all (GB)   with bf16 (GB)")
+for micro, steps, ranks in [(512, 1, 1), (256, 2, 1), (256, 1, 2), (64, 1, 8)]:
+    here = fixed + (gradients if ranks > 1 else 0)
+    fp32, bf16 = ((here + micro * each) / GB for each in (per_image, image_bf16))
+    way = f"{micro:5} x {steps:5} x {ranks:5}"
+    print(f"{way} {here / MB:12.0f} {fp32:10.2f} {bf16:16.2f}")
+
+# %% [markdown]
+# The second and third line need nearly the same memory and take the same steps; even
+# batch norm sees 256 photos at once in both. The third one takes half the time, if the
+# exchange of gradients is quick enough.
+#
+# What does *not* shrink is the fixed part: each GPU has all parameters, all gradients
+# and the whole memory of the optimiser, and with DDP the buckets. (By its documentation
+# `gradient_as_bucket_view=True` saves them: the gradients then live in the buckets.)
+# When the fixed part alone is too large, as in language models of billions of
+# parameters, it has to be split as well. That is no longer DDP: PyTorch has
+# [FSDP](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) for it,
+# which is not a part of this course.
+
+# %% [markdown]
+# ## Optional: a closer look
+#
+# Here is the whole step of 64 photos, one change of memory after the other.
+
+# %%
+from ddp_lab import style
 
 kept, gradients = zip(*[(a / MB, g / MB) for a, g in trace], strict=True)
 fixed = [2 * num_mb(model.parameters())] * len(trace)
+peak = kept.index(max(kept))
 
 with plt.rc_context(style()):
     figure, axes = plt.subplots()
     names = ["parameters and momentum", "gradients", "activations"]
-    colours = ["#3d3d3d", "#9d9d9d", "#AA3377"]
-    axes.stackplot(range(len(trace)), fixed, gradients, kept, colors=colours)
-    axes.legend(names, loc="upper left", ncols=3)
-    axes.set_ylim(0, 1700)
-    axes.axvline(kept.index(max(kept)), ymax=0.86, color="k", linestyle=":")
-    axes.set(xlabel="changes of memory, in order", ylabel="memory (MB)")
+    colours = ["#222222", "#b0b0b0", "#AA3377"]
+    layers = fixed, gradients, kept
+    axes.stackplot(range(len(trace)), *layers, colors=colours, labels=names)
+    axes.axvline(peak, color="k", linestyle=":")
+    axes.text(peak - 3, 1580, "forward pass", ha="right")
+    axes.text(peak + 3, 1580, "backward pass", ha="left")
+    axes.set(xlabel="changes of memory, in order", ylabel="memory (MB)", ylim=(0, 1700))
     axes.set_title("Memory climbs in the forward pass and falls in the backward pass")
+    figure.legend(loc="outside lower center", ncols=3)
     plt.show()
 
 # %% [markdown]
-# Left of the dotted line is the forward pass: every layer adds something. Right of it
-# the backward pass takes it away, last layer first, and leaves gradients behind. The
-# peak is in the middle, and it is the peak that has to fit.
-#
-# The climb is steepest at the beginning. Which layers are that?
+# In the forward pass every layer adds something. The backward pass takes it away, last
+# layer first, and leaves gradients behind. The climb is steepest at the beginning.
+# Which layers are that?
 
 # %%
 own = {t.untyped_storage() for t in (*model.parameters(), *model.buffers())}
@@ -187,7 +421,7 @@ names, kept, parameters = zip(*reversed(rows), strict=True)
 
 with plt.rc_context({**style(), "figure.figsize": (6.4, 3.4)}):
     figure, (left, right) = plt.subplots(1, 2, sharey=True)
-    left.barh(names, parameters, color="#3d3d3d")
+    left.barh(names, parameters, color="#222222")
     left.set(xlabel="parameters (MB)")
     right.barh(names, kept, color="#AA3377")
     right.set(xlabel="activations of 64 photos (MB)")
@@ -197,203 +431,10 @@ with plt.rc_context({**style(), "figure.figsize": (6.4, 3.4)}):
 
 # %% [markdown]
 # They are each other's mirror image. Early layers have few channels, so few parameters,
-# but large pictures: 112 x 112 after the first convolution, 7 x 7 at the end. So the
-# number of parameters tells you little about the memory a network needs; its input
-# size tells you more.
-#
-# ## Is that true?
-#
-# Fake tensors could be wrong. The same function works with real ones, so let us run two
-# real photos (of noise) and compare.
-
-# %%
-with FakeTensorMode():
-    fake = trace_step(resnet18(), *photos(2))
-real = trace_step(resnet18(), torch.randn(2, 3, 224, 224), torch.tensor([0, 1]))
-
-print("equal at each of", len(real), "changes:", fake == real)
-
-# %% [markdown]
-# To the byte. On a GPU some things come on top: the CUDA context (a few hundred MB),
-# the workspace of the convolutions, tensors that live for one operation only, and gaps
-# that the allocator cannot fill. Leave a tenth of the memory free for them. When you
-# have the GPU, ask it: `torch.cuda.max_memory_allocated()`.
-#
-# ## Which batch fits?
-#
-# **Predict:** you have a GPU of 8 GB. Which of the batches 32, 64, 128, 256 and 512
-# fit?
-
-
-# %%
-def memory(num_images, bf16=False):
-    with FakeTensorMode():
-        trace = trace_step(resnet18(), *photos(num_images), bf16)
-    parts = dict.fromkeys(("parameters", "gradients", "optimiser"), trace[-1][1])
-    return {**parts, "activations": max(a for a, g in trace), "batch_size": num_images}
-
-
-sizes = [32, 64, 128, 256, 512]
-rows = [memory(num_images) for num_images in sizes]
-plot_memory(rows, limit_bytes=8 * GB)
-plt.show()
-
-# %% [markdown]
-# The grey fixed part is a thin line at the bottom; the activations grow with the batch.
-# (The gradients count in full here, though at the peak there are hardly any yet. When
-# we accumulate them, below, there will be.) Two batches tell all others:
-
-# %%
-per_image = (rows[1]["activations"] - rows[0]["activations"]) // 32
-fixed = sum(rows[0][kind] for kind in ("parameters", "gradients", "optimiser"))
-
-print(f"{fixed / MB:.0f} MB + {per_image / MB:.1f} MB for each photo")
-print("largest batch in 8 GB:", (8 * GB - fixed) // per_image, "in theory,")
-print("with a tenth left free:", (int(0.9 * 8 * GB) - fixed) // per_image)
-
-# %% [markdown]
-# So 256 is what this GPU takes. But our recipe wants a batch of 512. There are three
-# ways out, and all of them attack the activations.
-#
-# ## First way: accumulate gradients
-#
-# Run two *micro-batches* of 256 one after the other, and step the optimiser only then.
-# `backward()` adds to the gradients that are there, so nothing has to be written for
-# it, except for one thing. A small network without batch norm, and a batch of 64 cut
-# into 4, will show it.
-#
-# **Predict:** `accumulate(64)` is the gradient of the whole batch. Which of the other
-# two is equal to it?
-
-# %%
-from torch import nn
-
-torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5))
-data, target = torch.randn(64, 20), torch.randint(5, (64,))
-
-
-def accumulate(micro_batch_size, divide_by=1):
-    net.zero_grad()
-    for part in torch.arange(len(data)).split(micro_batch_size):
-        loss = F.cross_entropy(net(data[part]), target[part])
-        (loss / divide_by).backward()  # adds to p.grad
-    return torch.cat([p.grad.flatten() for p in net.parameters()])
-
-
-whole = accumulate(64)
-for divide_by in (1, 4):
-    ratio = accumulate(16, divide_by).norm() / whole.norm()
-    print(f"4 micro-batches, loss / {divide_by}: {ratio:.3f} times the gradient")
-assert torch.allclose(accumulate(16, divide_by=4), whole, atol=1e-7)
-
-# %% [markdown]
-# The loss is a *mean* over samples. Four means of 16 have to be averaged, not added, to
-# give the mean of 64. Whoever forgets the division trains with four times the learning
-# rate. And with micro-batches of different sizes, each needs its share as its weight.
-#
-# The activations are those of one micro-batch, so this always fits. The price is time:
-# one after the other. And there is fine print:
-
-# %%
-net = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Tanh(), nn.Linear(30, 5))
-whole = accumulate(64)
-off = (accumulate(16, divide_by=4) - whole).norm() / whole.norm()
-print(f"with batch norm the gradients are ~ {off:.0%} apart")
-assert off > 0.05
-
-# %% [markdown]
-# Batch norm computes its statistics over what it sees at once: 16 samples, not 64. The
-# model is trained a little differently; often that is fine, but it is not the same.
-# Several GPUs have the same problem, and there `SyncBatchNorm` solves it.
-#
-# ## Second way: half the bytes
-#
-# Under `torch.autocast`, convolutions and matrix products take and give numbers of 2
-# bytes (`bfloat16`), and the activations are mostly those.
-#
-# **Predict:** a batch of 512 needs 10.6 GB of activations. How much under autocast,
-# exactly half?
-
-# %%
-half = memory(512, bf16=True)
-before, after = rows[-1]["activations"], half["activations"]
-print(f"{before / GB:.1f} GB -> {after / GB:.1f} GB, that is {after / before:.0%}")
-
-# %% [markdown]
-# Nearly half. The max pooling keeps the *places* of its maxima, as integers of 8 bytes,
-# and autocast adds copies of the weights in 2 bytes. The parameters, gradients and the
-# optimiser's memory stay as they were.
-#
-# Now 512 fits on this GPU, and on recent GPUs it is also faster. The price is
-# precision: 8 bits for the digits of a number instead of 24. (With `float16` instead of
-# `bfloat16` small gradients vanish, and you need a `GradScaler`.)
-#
-# *Activation checkpointing* attacks the same bytes: it throws activations away and
-# computes them again in the backward pass, so it pays with time.
-#
-# ## Third way: several GPUs
-#
-# Two GPUs take 256 photos each, at the same time. Each has a copy of the model, and
-# between backward and step the gradients are averaged over the GPUs. It is the same
-# mean, split over processes instead of over time, so both can be combined.
-#
-# **Predict:** two ranks take two micro-batches of 16 each. By how much must each divide
-# its losses, and what remains to be done with the sum over ranks?
-
-# %%
-from ddp_lab import launch
-
-net = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5))
-whole = accumulate(64)
-
-
-def my_part():
-    global data, target
-    rank = torch.distributed.get_rank()
-    data, target = data.chunk(2)[rank], target.chunk(2)[rank]  # 32 samples each
-    gradient = accumulate(16, divide_by=2)  # in 2 micro-batches
-    torch.distributed.all_reduce(gradient)  # the sum over ranks
-    return gradient / 2
-
-
-gradients = launch(my_part, num_ranks=2, init=True, device="cpu")
-for rank, gradient in enumerate(gradients):
-    is_whole = torch.allclose(gradient, whole, atol=1e-7)
-    print(f"rank {rank} has the gradient of the whole batch:", is_whole)
-
-# %% [markdown]
-# Both ranks hold the gradient of all 64 samples, though neither has ever seen more than
-# 16 at once. This all-reduce is what DDP will do for you.
-#
-# ## The effective batch
-#
-# What the optimiser sees between two steps is the *global* or *effective* batch:
-#
-# > global batch size = micro-batch size x accumulation steps x number of ranks
-#
-# It decides how the model learns, so the learning rate goes with it. The micro-batch
-# size decides about memory, and only that. Many ways lead to 512:
-
-# %%
-fixed_gb, image_gb = fixed / GB, per_image / GB
-image_bf16_gb = (half["activations"] - memory(256, True)["activations"]) / 256 / GB
-
-print("micro x accumulate x ranks   GB a GPU   ... with bf16")
-for micro, steps, ranks in [(512, 1, 1), (256, 2, 1), (256, 1, 2), (64, 1, 8)]:
-    fp32, bf16 = (fixed_gb + micro * each for each in (image_gb, image_bf16_gb))
-    print(f"{micro:5} x {steps:10} x {ranks:5} {fp32:10.1f} {bf16:14.1f}")
-
-# %% [markdown]
-# The second and third line need the same memory and take the same steps; even batch
-# norm sees 256 photos at once in both. The third one takes half the time, if the
-# exchange of gradients is quick enough.
-#
-# What does *not* shrink is the fixed part: each GPU has all parameters, all gradients
-# and the whole memory of the optimiser. DDP even adds a copy of the gradients, the
-# buckets that it sends (`gradient_as_bucket_view=True` saves it). When the fixed part
-# alone is too large, as in language models of billions of parameters, it has to be
-# split as well; that is the subject of the last notebook.
+# but large pictures: 112 x 112 after the first convolution, 7 x 7 at the end. For
+# *this* network the number of parameters tells little about its memory, and the size of
+# its input more. For others it is the other way round, as in the first exercise. Put a
+# model of your own in the place of `resnet18`, with its inputs in `photos`, and look.
 
 # %% [markdown]
 # ## Summary
@@ -401,19 +442,50 @@ for micro, steps, ranks in [(512, 1, 1), (256, 2, 1), (256, 1, 2), (64, 1, 8)]:
 # - Memory is parameters + gradients + optimiser, which are fixed, and activations,
 #   which grow with the batch and with the size of the input.
 # - The peak is at the end of the forward pass. Fake tensors tell it without a GPU.
-# - Accumulation pays with time, mixed precision with digits, more GPUs with money. The
-#   first and the last leave the gradients as they are, if losses are averaged rightly
-#   and no layer looks at the whole batch.
+# - More GPUs cost money, accumulation costs time, mixed precision digits. The first two
+#   leave the gradients as they are, if losses are averaged rightly and no layer looks
+#   at the whole batch.
+# - DDP does not shrink what is fixed. It adds its buckets, as large as the gradients.
 # - Micro-batch size: what fits. Global batch size: what the optimiser sees.
 #
 # ## Exercises
 #
-# **1.** Write the formula of the effective batch as a function.
+# **1.** How many bytes does one rank hold, whatever the batch is? All numbers have 4
+# bytes. For each parameter the optimiser remembers `num_remembered` numbers. A single
+# rank trains without DDP; with more ranks DDP is there, and has its buckets.
+#
+# Then, with your function: a language model of 7 billion parameters is trained with
+# AdamW. Does one GPU of 80 GB take it? Do eight, with DDP?
 
 # %%
 from ddp_lab import check
 
 
+def fixed_bytes(num_parameters, num_remembered, world_size):
+    # BEGIN SOLUTION
+    buckets = 1 if world_size > 1 else 0
+    return 4 * num_parameters * (2 + num_remembered + buckets)
+    # STUB
+    # raise NotImplementedError("parameters, gradients, optimiser, and DDP's buckets")
+    # END SOLUTION
+
+
+# %%
+check(fixed_bytes, "fixed_bytes")
+
+# %% [markdown] tags=["solution"]
+# Eight GPUs do not help, since with DDP each holds all of it, and the buckets besides:
+
+# %% tags=["solution"]
+for num_gpus in (1, 8):
+    size_gb = fixed_bytes(7 * 10**9, 2, num_gpus) / 2**30
+    print(f"{num_gpus} GPU(s): {size_gb:.0f} GB each")
+
+# %% [markdown]
+# **2.** Write the formula of the effective batch as a function.
+
+
+# %%
 def global_batch_size(micro_batch_size, accumulation_steps, world_size):
     # BEGIN SOLUTION
     return micro_batch_size * accumulation_steps * world_size
@@ -424,10 +496,11 @@ def global_batch_size(micro_batch_size, accumulation_steps, world_size):
 check(global_batch_size, "global_batch_size")
 
 # %% [markdown]
-# **2.** Now the other way round, as you will need it: given the global batch size, the
+# **3.** Now the other way round, as you will need it: given the global batch size, the
 # number of ranks, the bytes that a sample takes and the bytes that are free for
-# activations, return the pair (micro-batch size, accumulation steps). The product must
-# come out exactly, a micro-batch must fit, and the steps should be as few as possible.
+# activations on each rank, return the pair (micro-batch size, accumulation steps). The
+# product must come out exactly, a micro-batch must fit, and the steps should be as few
+# as possible. The global batch divides by the ranks, and one sample always fits.
 
 
 # %%
@@ -448,17 +521,6 @@ check(micro_batches, "micro_batches")
 # %% [markdown] tags=["solution"]
 # It is not enough to divide and round up: 48 samples of which 9 fit would be 6 steps of
 # 8, and not 5.33 of 9. One sample always fits, so the loop ends.
-
-# %% [markdown]
-# **3.** A language model of 7 billion parameters is trained with AdamW, all in 4 bytes.
-# How many GB are fixed? Does one GPU of 80 GB take it, and do eight, with DDP?
-#
-# Then put a model of your own in the place of `resnet18` above, with its own inputs in
-# `photos`, and read from the pictures which of its layers fill the memory.
-
-# %% [markdown] tags=["solution"]
-# Four copies of 4 bytes: 16 bytes for each parameter, so 112 billion bytes or 104 GB.
-# One GPU is too small, and eight do not help, since with DDP each holds all of it.
 
 # %% [markdown]
 # ## Next

@@ -213,54 +213,49 @@ except pickle.UnpicklingError:
 #
 # ## A run to kill
 #
-# Now the real one. The function runs `python -m ddp_lab.train` with its options on a
-# rank, as `torchrun` would start it. On rank 1 it can raise a signal after a certain
-# step, so that you see what we see.
+# Now the real one: `python -m ddp_lab.train` on two ranks, as `torchrun` would start
+# it. `rehearse_failure` raises a signal on rank 1 after a certain step, or never.
 
 # %%
 import contextlib
-import itertools
-import signal
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
+from ddp_lab import rehearse_failure
 from ddp_lab.train import main
 
 
-def train(line, number=None, after_step=None):
-    """Return the exit status and what was said on stderr."""
+def train(line, number=0, step=None):
+    """Run the command line on a rank, in silence; return its exit status."""
     os.chdir(home)
-    steps, printed, said = itertools.count(1), io.StringIO(), io.StringIO()
-
-    def strike(*_):
-        if os.environ["RANK"] == "1" and next(steps) == after_step:
-            os.kill(os.getpid(), number)
-
-    hook = register_optimizer_step_post_hook(strike)
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
-        status = main(line.split())
-    hook.remove()
-    return status, said.getvalue()
+    with contextlib.redirect_stdout(io.StringIO()):
+        with rehearse_failure(number, rank=1, step=step):
+            return main(line.split())
 
 
 # %% [markdown]
 # First a run that nobody kills: two epochs of six steps, and a checkpoint after every
-# fourth step and every epoch. `GroupNorm` instead of BatchNorm: you will see why.
+# fourth step and every epoch. The model is a small one, so that saving is quick, with
+# `GroupNorm` instead of BatchNorm: you will see why. `--auto-resume` means: go on if
+# there is something to go on from, otherwise start.
 
 # %%
-from ddp_lab import RankFailed, Run, Workers
+from ddp_lab import Run, Workers
 
 OPTIONS = (
-    "--device cpu --norm group --image-size 16 --limit-train 384 --limit-test 64 "
-    "--epochs 2 --lr 0.005 --checkpoint-every 4"
+    "--device cpu --model shufflenet_v2_x0_5 --norm group --image-size 16 "
+    "--global-batch-size 32 --limit-train 192 --limit-test 64 "
+    "--epochs 2 --lr 0.005 --checkpoint-every 4 --auto-resume"
 )
 workers = Workers(2)
-results = workers.run(train, f"{OPTIONS} --out runs/whole")
-print("exit status of each rank:", [status for status, _ in results])
 
-run = Run.open(home / "runs/whole")
-print(*sorted(os.listdir(run.folder)), sep="\n")
-state = torch.load(run.folder / "checkpoint-00000008.pt", weights_only=True)
+
+def run(name, *fault):
+    return workers.run(train, f"{OPTIONS} --out runs/{name}", *fault, echo=False)
+
+
+print("exit status of each rank:", run("whole"))
+folder = home / "runs/whole"
+print(*sorted(os.listdir(folder)), sep="\n")
+state = torch.load(folder / "checkpoint-00000008.pt", weights_only=True)
 print(*state)
 print({name: state["progress"][name] for name in ("epoch", "step", "samples")})
 
@@ -269,47 +264,23 @@ print({name: state["progress"][name] for name in ("epoch", "step", "samples")})
 # newest. Inside is what we found by hand. The `progress` says: one epoch and 8 steps
 # are done, so the next one goes on in the middle of the second epoch.
 #
-# **Predict:** rank 1 is killed in step 11, by SIGKILL, which no program can catch, as
-# when memory runs out. What becomes of rank 0? After which step is the last checkpoint?
+# ## The polite kill
+#
+# A cluster that wants its machine back may ask first: it sends SIGTERM, waits a while,
+# and only then sends SIGKILL, which no program can catch. Time to save, if somebody
+# listens.
+#
+# **Predict:** rank 1 alone gets a SIGTERM in step 5. Who stops, and after which step?
+# And when the same command is given again: will the weights be equal, nearly or to the
+# bit?
 
 # %%
-import shutil
-
-try:
-    workers.run(train, f"{OPTIONS} --out runs/killed", signal.SIGKILL, after_step=11)
-except RankFailed as error:
-    print(error)
-workers.close()  # the dead one takes the others with it
-workers = Workers(2)
+import signal
 
 
 def losses_of(name):
     steps = Run.open(home / "runs" / name).history.steps
     return {line["step"]: line["loss"] for line in steps}
-
-
-copy = shutil.copytree(home / "runs/killed", home / "runs/fewer")
-before = losses_of("killed")
-newest = torch.load(home / "runs/killed/checkpoint.pt", weights_only=True)
-print("last loss: step", max(before), " checkpoint: step", newest["progress"]["step"])
-
-# %% [markdown]
-# Who died, and by which signal. (The cause is a guess; it was us.) The other rank came
-# to its next collective and found the connection broken. One rank less is the end of
-# *all*: there is no going on without its share of the batch. So start them all anew,
-# from the last checkpoint.
-#
-# The copy is for later. `--auto-resume` means: go on if there is something to go on
-# from, otherwise start. It is the same command each time, which is what a cluster
-# wants.
-#
-# **Predict:** which steps will be done twice? Will the final weights be equal, nearly
-# or to the bit?
-
-# %%
-command = f"{OPTIONS} --out runs/killed --auto-resume"
-results = workers.run(train, command)
-print("exit status of each rank:", [status for status, _ in results])
 
 
 def same_weights(one, other):
@@ -318,70 +289,111 @@ def same_weights(one, other):
     return all(torch.equal(a[key], b[key]) for key in a)
 
 
-print("steps in the history:", *losses_of("killed"))
-print("same losses:", losses_of("killed") == losses_of("whole"))
-print("same weights:", same_weights("killed", "whole"))
-again = {step: loss for step, loss in losses_of("killed").items() if step > 8}
-parts = {"until rank 1 was killed": before, "going on": again}
-marks = {8: "checkpoint", 11: "rank 1 is killed"}
-title = "Killed and resumed: the same curve, with two steps done twice"
-plot_resumed(losses_of("whole"), parts, marks, title)
-plt.show()
+print("exit status of each rank:", run("asked", signal.SIGTERM, 5))
+print("last step:", max(losses_of("asked")))
+print("then:", run("asked"), " last step:", max(losses_of("asked")))
+print("same losses:", losses_of("asked") == losses_of("whole"))
+print("same weights:", same_weights("asked", "whole"))
 
 # %% [markdown]
-# Steps 9 and 10 were in the history already. They were cut off and made again, so there
-# is no gap and nothing is there twice. All losses and all weights are the same bits.
+# Both, after the same step. The handler of a signal only makes a note; at the end of
+# the step the ranks tell each other (`should_stop` of notebook 05), rank 0 saves, and
+# all leave. Nothing is done twice, and the rest comes out the same to the last bit.
+# Status 75 means, by an old convention of Unix (`EX_TEMPFAIL`): not done, run me again.
 #
-# ## With other ranks
+# | who asks | how | then |
+# |---|---|---|
+# | Slurm: preemption | SIGTERM; SIGKILL after `GraceTime` (default **0 s**) | requeue |
+# | Slurm: time limit | USR1, by `--signal=USR1@120` | on 75 `scontrol requeue` |
+# | Kubernetes | SIGTERM; SIGKILL after 30 s | the Job starts a new pod |
+# | spot instances | a notice, minutes or less | another machine |
+# | torchrun, told to stop | passes it on; SIGKILL after 30 s | it ends with status 1 |
 #
-# The machine of rank 1 is broken, and there is no other. The copy of the killed run
-# goes on with a single rank: the global batch stays 64, so the one rank now takes all
-# 64 images of a step.
+# Each wait must be longer than a step and a save. `scontrol show partition` tells the
+# `GraceTime`; `TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100` gives torchrun's ranks 100 s. USR1
+# kills torchrun, unless `--signals-to-handle` names it. `ddp_lab.train` treats USR1
+# like SIGTERM. What all of them need is a folder that outlives the machine.
 #
-# **Predict:** again the same bits?
+# ## The other kill
+#
+# **Predict:** rank 1 gets SIGKILL in step 11, as when memory runs out. What becomes of
+# rank 0? After which step is the last checkpoint?
+
+# %%
+from ddp_lab import RankFailed
+
+try:
+    run("killed", signal.SIGKILL, 11)
+except RankFailed as error:
+    print(error)
+workers.close()
+before = losses_of("killed")
+newest = torch.load(home / "runs/killed/checkpoint.pt", weights_only=True)
+print("last loss: step", max(before), " checkpoint: step", newest["progress"]["step"])
+
+# %% [markdown]
+# Who died, and by which signal. (The cause is a guess; it was us.) The other rank came
+# to its next all-reduce and found the connection broken.
+#
+# Could it go on alone? DDP cannot: its *process group* was made for two ranks, and each
+# collective waits for all of them. Those that live would have to agree on who that is,
+# make a new group, and share the batch out anew.
+# [torchft](https://github.com/pytorch/torchft) does that between two steps (its authors
+# call it an alpha prototype), and PyTorch has begun with `shrink_group`, for NCCL only.
+# (Neither was run here.) The usual way is simpler: end *all*, and start anew from the
+# last checkpoint.
+#
+# Say that the machine of rank 1 is broken, and there is no other. The run goes on with
+# a single rank: the global batch stays 32, so it takes all 32 images of a step.
+#
+# **Predict:** which steps are done twice? Again the same bits?
 
 # %%
 from ddp_lab import launch
 
-results = launch(train, "--resume runs/fewer", num_ranks=1)
-fewer, whole = losses_of("fewer"), losses_of("whole")
-apart = max(abs(fewer[step] - whole[step]) for step in whole)
-print("exit status:", results[0][0], " same steps:", fewer.keys() == whole.keys())
+[status] = launch(train, "--resume runs/killed", num_ranks=1, echo=False)
+whole, killed = losses_of("whole"), losses_of("killed")
+print("exit status:", status, " steps in the history:", *killed)
+apart = max(abs(killed[step] - whole[step]) for step in whole)
 print(f"losses apart by at most ~ {apart:.0e}")
 assert apart < 1e-3  # float32, and sums in another order
 
+again = {step: loss for step, loss in killed.items() if step > 8}
+parts = {"two ranks, until one was killed": before, "one rank": again}
+marks = {8: "checkpoint", 11: "rank 1 is killed"}
+title = "Resumed on one rank: the same curve, with two steps done twice"
+plot_resumed(whole, parts, marks, title)
+plt.show()
+
 # %% [markdown]
-# The same but for rounding: the sums over the batch are now taken in another order. It
-# takes three things. The checkpoint belongs to no rank. The position is counted in
-# samples of *all* ranks. And the model does not look at a rank's own batch, as
-# BatchNorm does: with it, one rank would train another model than two.
+# Steps 9 and 10 were in the history already. They were cut off and made again, so there
+# is no gap and nothing is there twice. The losses are the same but for rounding: sums
+# over the batch are now taken in another order. It takes three things. The checkpoint
+# belongs to no rank. The position is counted in samples of *all* ranks. And the model
+# does not look at a rank's own batch, as BatchNorm does: with it, one rank would train
+# another model than two.
 #
 # ## torchrun starts them again
 #
 # Nobody wants to get up at night. With `--max-restarts`, `torchrun` starts all ranks of
-# a machine again when one has failed. The script below is `ddp_lab.train` with a fault
-# planted, in its first life only.
+# a machine again when one has failed. This script is `ddp_lab.train` with a fault in
+# its first life:
 
 # %%
 num_written = (home / "flaky.py").write_text("""
-import itertools, os, signal, sys
-from torch.optim.optimizer import register_optimizer_step_post_hook
+import signal
+import sys
+
+from ddp_lab import rehearse_failure
 from ddp_lab.train import main
 
-steps = itertools.count(1)
-
-def strike(*_):
-    if next(steps) == 11:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    register_optimizer_step_post_hook(strike)
-sys.exit(main())
+with rehearse_failure(signal.SIGKILL, rank=1, step=11):
+    sys.exit(main())
 """)
 
 # %% [markdown]
 # In a terminal: `torchrun --standalone --nproc-per-node 2 --max-restarts 3 flaky.py`
-# and the options. Under `--max-restarts` the program resumes by itself.
+# and the options.
 #
 # **Predict:** how often will rank 0 say its first line?
 
@@ -396,53 +408,32 @@ done = subprocess.run([sys.executable, *line], cwd=home, capture_output=True, te
 assert done.returncode == 0, done.stderr
 
 for said in done.stdout.splitlines():
-    if said.startswith(("resnet18", "going on")):
+    if said.startswith(("shufflenet", "going on")):
         print("rank 0:  ", said)
 for code, rank in re.findall(r"exitcode: (\S+)\) local_rank: (\d)", done.stderr):
     print(f"torchrun: local rank {rank} failed with exit code {code}")
 print("same weights:", same_weights("torchrun", "whole"))
 
 # %% [markdown]
-# Two lives, one run, no human. Exit code -9 is signal 9, SIGKILL.
+# Two lives, one run, no human, and the same bits. Exit code -9 is signal 9, SIGKILL. As
+# a picture, in time from left to right, an optimiser step a cell:
+
+# %%
+from ddp_lab import plot_life
+
+plot_life(num_steps=12, checkpoint_every=4, killed_in=11)
+plt.show()
+
+# %% [markdown]
+# The pale steps are lost. torchrun sends the ranks that live a SIGTERM, and SIGKILL
+# after 30 s. Then all meet again: a *rendezvous*, which gives out rank and world size
+# anew. (The checkpoint after each epoch is left out here.)
 #
 # On several machines it works in the same way: each runs a `torchrun`, and all of them
 # meet anew after a failure. With `--nnodes 1:2` the run is *elastic*: it starts again
 # with the machines that are left, one or two, and once more when the second is back
 # ([PyTorch docs](https://docs.pytorch.org/docs/stable/elastic/quickstart.html)). Each
 # time, ranks and world size may be others: what you saw above with one rank.
-#
-# ## The polite kill
-#
-# A cluster that wants its machine back asks first. It sends SIGTERM, waits for half a
-# minute or so, and only then sends SIGKILL. Time enough to save, if somebody listens.
-#
-# **Predict:** rank 1 alone gets a SIGTERM in step 5. Who stops, and after which step?
-
-# %%
-command = f"{OPTIONS} --out runs/asked --auto-resume"
-results = workers.run(train, command, signal.SIGTERM, after_step=5)
-print([status for status, _ in results], results[0][1], end="")
-
-results = workers.run(train, command)  # the same command again
-print("then:", [status for status, _ in results])
-print("same weights:", same_weights("asked", "whole"))
-workers.close()
-
-# %% [markdown]
-# Both, after the same step. The handler of a signal only makes a note; at the end of
-# the step the ranks tell each other (`should_stop` of notebook 05), rank 0 saves, and
-# all leave. Nothing was done twice. Status 75 means, by an old convention of Unix
-# (`EX_TEMPFAIL`): not done, run me again.
-#
-# | who asks | how | then |
-# |---|---|---|
-# | Slurm: preemption | SIGTERM, later SIGKILL | `--requeue`: runs again |
-# | Slurm: time limit | USR1, by `--signal=USR1@120` | `scontrol requeue` on 75 |
-# | Kubernetes | SIGTERM, SIGKILL after 30 s | the Job starts a new pod |
-# | spot instances | a notice, minutes or less | another machine |
-#
-# `ddp_lab.train` treats USR1 like SIGTERM. What all of them need is a folder that
-# outlives the machine, or a second machine that has it too.
 #
 # ## How often to save
 #
@@ -509,16 +500,18 @@ plt.show()
 # - A run is weights, optimiser, schedule and position. With all of them it goes on to
 #   the same bits; without one it is another run, and nothing tells.
 # - Save to a temporary name, flush, rename; on rank 0; load with `weights_only=True`.
-# - A failed rank ends all ranks. Start them anew from the checkpoint, with the same
-#   command, and on as many ranks as there are, at the same global batch.
+# - A failed rank breaks the process group of all. Start them anew from the checkpoint,
+#   with the same command, on as many ranks as there are, at the same global batch.
 # - `torchrun --max-restarts` does that by itself. A signal that asks first is agreed on
-#   by all ranks; status 75 says: again.
+#   by all ranks; status 75 says: again. Know how long your cluster waits.
 # - Save every sqrt(2 x save time x time between failures), of the whole run.
 #
 # ## Exercises
 #
-# **1.** Write the save that no crash can tear. The check looks at the file in the
-# middle of your writing, and lets the disk run full.
+# **1.** Write the save that no crash can tear: at every moment there is a whole file at
+# `path` (a `Path`), the old one or the new one, and nothing else is left beside it. The
+# check looks into the folder in the middle of your writing, and lets the disk run full:
+# then the old file stays, and the error goes on to the caller.
 
 # %%
 import os
@@ -549,8 +542,10 @@ check(save_atomically, "save_atomically")
 # care here: it leaves before the rename.
 
 # %% [markdown]
-# **2.** A run goes on with another number of ranks. In which epoch is it, and how many
-# samples does each rank skip in its shard?
+# **2.** A run was saved after `step` optimiser steps, and goes on with `world_size`
+# ranks, perhaps not as many as before. Return `(epoch, skip)`: which epoch is under
+# way, from 0, and how many samples each rank skips in its shard. What is left over at
+# the end of an epoch is dropped.
 
 
 # %%
@@ -567,8 +562,9 @@ def resume_position(step, num_samples, global_batch_size, world_size):
 check(resume_position, "resume_position")
 
 # %% [markdown]
-# **3.** How many steps lie between two saves? `check("steps_between_saves")` tells the
-# task. Mind that the run fails as soon as *one* of its machines does.
+# **3.** How many optimiser steps, of `step_s` seconds each, should lie between two
+# saves? Young's rule, as a whole number, and 1 at least. One machine fails every
+# `machine_mtbf_s` seconds on average, the run as soon as *one* of its machines does.
 
 
 # %%

@@ -88,7 +88,7 @@ def meet():
 # ## Which rank is where?
 #
 # The first program only says what its ranks find in their environment. `--local-addr`
-# is the address under which a host wants to be known.
+# is the name under which a host wants to be known, here its address.
 #
 # **Predict:** two hosts start two ranks each. What are rank and local rank of the last
 # one? And is `MASTER_PORT` the port of the endpoint?
@@ -132,9 +132,10 @@ plt.show()
 #   `MASTER_ADDR` and `MASTER_PORT`. That port is *any free one*, and the ranks open
 #   more, for the ring. A firewall that lets only the endpoint's port through stops the
 #   job: open all ports between the hosts of a job.
-# - Nobody numbered the hosts. With `c10d` they are sorted by their addresses *as text*,
-#   so `10.0.0.10` comes before `10.0.0.9`, and `--node-rank` is ignored. The host of
-#   the endpoint need not have rank 0, which writes the files.
+# - Nobody numbered the hosts. With `c10d` they are sorted by their *names*, as text: by
+#   what `socket.getfqdn()` says on each, or by `--local-addr`. So `gpu10` comes before
+#   `gpu9`, and `--node-rank` is ignored. The host of the endpoint need not have rank 0,
+#   which writes the files.
 # - Of a ring of 4, 2 links cross the network; of a ring of 16 on two hosts, still 2.
 
 # %% [markdown]
@@ -320,33 +321,40 @@ assert [pod.returncode for pod in pods] == [0, 0], written
 # %% [markdown]
 # ## What the network costs
 #
-# In each step the gradients are added up. In a ring all-reduce each of $n$ ranks sends
-# its neighbour $2(n-1)/n$ times the tensor, while it receives as much.
+# In each step the gradients are added up. A ring all-reduce of $S$ bytes on $n$ ranks
+# makes $2(n-1)$ hops, one after the other. On each, a rank sends $S/n$ bytes to its
+# neighbour, and they arrive after the link's latency $\alpha$. With $B$ bytes a second:
+#
+# $$t = 2(n-1)\,\alpha + \frac{2(n-1)}{n} \cdot \frac{S}{B}$$
+#
+# NCCL itself reckons with about 14 µs a hop over a network and 3.4 µs over NVLink
+# ([tuning.cc](https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc)), and
+# NVLink joins 8 GPUs in the usual box.
 #
 # **Predict:** the gradients of ResNet-18 take 44.7 MB. How long does that take for two
-# hosts with 1 Gbit/s between them?
+# hosts with 1 Gbit/s between them? Where does the latency count?
 
 # %%
 from torchvision.models import resnet18
 
-num_bytes = sum(p.nbytes for p in resnet18(num_classes=10).parameters())
-networks = {
-    "1 Gbit/s Ethernet": 1e9,
-    "10 Gbit/s Ethernet": 10e9,
-    "100 Gbit/s Ethernet": 100e9,
-    "400 Gbit/s InfiniBand": 400e9,
-    "NVLink in a host, 450 GB/s": 3600e9,
+parameters = list(resnet18(num_classes=10).parameters())
+num_bytes = sum(p.nbytes for p in parameters)
+links = {  # bits a second, latency of a hop in seconds, how many ranks at most
+    "1 Gbit/s": (1e9, 14e-6, 256),
+    "10 Gbit/s": (10e9, 14e-6, 256),
+    "100 Gbit/s": (100e9, 14e-6, 256),
+    "400 Gbit/s": (400e9, 14e-6, 256),
+    "NVLink, 450 GB/s": (3600e9, 3.4e-6, 8),
 }
 
 
-def all_reduce_ms(num_ranks, bits_per_s):
-    sent_bytes = 2 * (num_ranks - 1) / num_ranks * num_bytes
-    return 1000 * 8 * sent_bytes / bits_per_s
+def all_reduce_ms(num_bytes, n, bits_per_s, latency_s):
+    return 1000 * 2 * (n - 1) * (latency_s + 8 * num_bytes / n / bits_per_s)
 
 
-for name, speed in networks.items():
-    times = [all_reduce_ms(num_ranks, speed) for num_ranks in (2, 16)]
-    print("{:27} 2 ranks {:7.2f} ms, 16 ranks {:7.2f} ms".format(name, *times))
+for name, (*link, most) in links.items():
+    times = {n: all_reduce_ms(num_bytes, n, *link) for n in (2, 8, 256) if n <= most}
+    print(f"{name:16}", *(f"{n:3} ranks {t:7.2f} ms" for n, t in times.items()))
 
 # %% [markdown]
 # 0.36 seconds, in *each* step. Is it true? For this lesson the 44.7 MB were added up by
@@ -358,30 +366,61 @@ for name, speed in networks.items():
 # | 1 Gbit/s | 0.358 s | 0.374 s | 1.05 |
 # | 2.5 Gbit/s | 0.143 s | 0.152 s | 1.06 |
 #
-# Most of the difference are headers: of a packet's 1514 bytes, 66 are not ours. And
-# what if the ranks become more?
+# Most of the difference are headers: of a packet's 1514 bytes, 66 are not ours.
+#
+# Must a step wait for it? DDP sends a bucket as soon as the *backward pass* has filled
+# it. So only this pass can hide the network, and never for the last bucket, which is
+# full when it ends. Say that it takes 65 ms.
+#
+# **Predict:** with which of these links does a step wait for more than the last bucket?
 
 # %%
-from ddp_lab import style
+from ddp_lab import assign_buckets, plot_network_cost
 
-with plt.rc_context({**style(), "figure.figsize": (6.4, 3.6)}):
-    figure, axes = plt.subplots()
-    ranks = range(2, 65)
-    for name, speed in networks.items():
-        axes.plot(ranks, [all_reduce_ms(n, speed) for n in ranks], color="#888888")
-        axes.text(65, all_reduce_ms(64, speed), name, va="center", fontsize=8)
-    axes.plot([2], [374], "o", color="#222222", label="measured")
-    axes.axhline(100, color="#D55E00", linestyle="--", label="a step of 100 ms")
-    axes.set(xlabel="number of ranks", ylabel="all-reduce of 44.7 MB (ms)")
-    axes.set(xlim=(0, 64), xticks=[2, 8, 16, 32, 64], yscale="log", ylim=(0.03, 2000))
-    axes.set_title("The network decides, and the number of ranks hardly matters")
-    axes.legend(loc="lower left", ncols=2)
-    plt.show()
+buckets = [[parameters[k].nbytes for k in row] for row in assign_buckets(parameters)]
+print("buckets of", ", ".join(f"{sum(row) / 1e6:.1f}" for row in buckets), "MB")
+for name, (*link, most) in links.items():
+    whole = all_reduce_ms(num_bytes, min(8, most), *link)
+    last = all_reduce_ms(sum(buckets[-1]), min(8, most), *link)
+    waits = max(last, whole - 65)
+    print(f"{name:16} 8 ranks wait at least {waits:7.2f} ms (last bucket: {last:.2f})")
+
+plot_network_cost(num_bytes, links, backward_s=0.065, measured={2: 0.374})
+plt.show()
 
 # %% [markdown]
-# From 2 ranks to any number the time does not even double: all links work at once. But
-# it must fit into what a step computes, for instance 100 ms, since DDP hides it behind
-# the backward pass. With 1 Gbit/s a second host makes that training slower.
+# Where a line is flat, more ranks cost nearly nothing: all links work at once.
+# Where it comes near to the dashed one, the latency counts. (Each bucket pays it anew,
+# and NCCL may then take a tree for a ring.) What lies above the green band, a step has
+# to wait for: with 1 Gbit/s a second host makes this training slower.
+#
+# ## Measure your own
+#
+# No formula knows your switches. The lab's benchmark times all-reduces of some sizes,
+# and fits latency and bandwidth. *Bus bandwidth* is
+# $\frac{2(n-1)}{n} \cdot \frac{S}{t}$, what a link has carried, as
+# [nccl-tests](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)
+# counts it. On our two hosts, the cable is the loopback interface.
+#
+# **Predict:** where will the curve of the bandwidth bend?
+
+# %% tags=["nbval-ignore-output"]
+from IPython.display import Image
+
+program = "-m ddp_lab.tools.bandwidth --device cpu --repeats 40 --out network.png"
+sizes = ["--sizes", "4K", "64K", "256K", "1M", "4M", "16M"]
+options = [*meet(), "--nproc-per-node", "1", "--local-addr"]
+hosts = [start(*options, f"127.0.0.{k}", *program.split(), *sizes) for k in (1, 2)]
+written = outputs(hosts)
+print(*(said for said, _ in written), sep="")
+assert [host.returncode for host in hosts] == [0, 0], written
+Image(Path(scratch.name, "network.png").read_bytes())
+
+# %% [markdown]
+# Small messages take about the same time whatever their size: the latency. Above the
+# size in the title the bytes count. (Here both hosts share two cores, which copy them.)
+# On your hosts leave out `--device cpu`: between GPUs it measures NCCL (not run here).
+# gloo says little of it: each goes its own way, over its own interface.
 #
 # ## A checklist, before the first run
 #
@@ -401,11 +440,9 @@ with plt.rc_context({**style(), "figure.figsize": (6.4, 3.6)}):
 #
 # ## When a host is lost
 #
-# `--nnodes 1:2 --max-restarts 3` goes on with one to two hosts. When a rank fails or a
-# host leaves, torchrun ends all ranks, meets again, and starts the program anew, at
-# most three times; the program must find its checkpoint. That was the topic of
-# [lesson 09](09_survive_failures.ipynb). Choose a global batch size that divides by
-# every world size.
+# `--nnodes 1:2 --max-restarts 3` goes on with the hosts that are left, from the
+# checkpoint: see [lesson 09](09_survive_failures.ipynb). Choose a global batch size
+# that divides by every world size.
 
 # %% [markdown]
 # ## Summary
@@ -416,12 +453,14 @@ with plt.rc_context({**style(), "figure.figsize": (6.4, 3.6)}):
 #   numbers hosts by itself, `static` by `--node-rank`.
 # - If nobody answers: names, ports, interface. If all answer: is everything the same?
 # - Slurm and Kubernetes say the same things under other names.
-# - An all-reduce takes $2(n-1)/n$ times the bytes over the bandwidth.
+# - An all-reduce takes $2(n-1)/n$ times the bytes over the bandwidth, and $2(n-1)$
+#   latencies. Only the backward pass hides it, and never the last bucket.
 #
 # ## Exercises
 #
-# **1.** Write torchrun's options for a list of hosts. torchrun's own parser will read
-# them.
+# **1.** Write torchrun's options for a list of host names: c10d, a port of one of the
+# hosts, and a name for the job. They are the same on every host, so nothing in them may
+# hold for one host only. The script, a file, comes behind them.
 
 # %%
 from ddp_lab import check
@@ -437,12 +476,12 @@ def torchrun_options(hosts, ranks_per_host, port):
     # END SOLUTION
 
 
-# %%
 check(torchrun_options, "torchrun_options")
 
 # %% [markdown] tags=["solution"]
 # Everything is text, as in a shell. Any of the hosts may have the endpoint, if all name
-# the same one; `localhost` would let every host wait for itself.
+# the same one; `localhost` would let every host wait for itself. `is_host` and
+# `--local-addr` are for one host: the same on all, they would all be the same one.
 
 # %% [markdown]
 # **2.** Where is each rank? Take Slurm's short form apart: `2(x3),1` gives seven pairs
@@ -465,12 +504,11 @@ def places_from_slurm(tasks_per_node):
     # END SOLUTION
 
 
-# %%
 check(places_from_slurm, "places_from_slurm")
 
 # %% [markdown]
-# **3.** Turn the formula round: how many bits a second must the network carry, so that
-# an all-reduce takes no longer than that?
+# **3.** Turn the formula round: how many bits a second must a link carry, so that a
+# ring all-reduce takes no longer than that? Leave the latency out.
 
 
 # %%
@@ -483,7 +521,6 @@ def bandwidth_needed(num_bytes, num_ranks, seconds):
     # END SOLUTION
 
 
-# %%
 check(bandwidth_needed, "bandwidth_needed")
 
 # %% [markdown] tags=["solution"]
@@ -492,7 +529,6 @@ check(bandwidth_needed, "bandwidth_needed")
 # %% [markdown]
 # ## Next
 #
-# If you have two machines, take the command from the top of this notebook and the
-# checklist, and start with `--epochs 1 --device cpu`: the network is tried without
-# waiting for GPUs. What DDP cannot do, however many machines there are, is to train a
-# model that does not fit on one GPU.
+# If you have two machines: start the benchmark on both, with this command and this
+# checklist, on the devices that you will train on. What DDP cannot do, however many
+# machines there are, is to train a model that does not fit on one GPU.

@@ -1,3 +1,4 @@
+import math
 import re
 
 import matplotlib
@@ -11,13 +12,17 @@ from torch import nn
 from ddp_lab.by_hand import BucketDDP, assign_buckets, ring_all_reduce
 from ddp_lab.figures import (
     RANK_COLOURS,
+    plot_accumulation,
+    plot_bandwidth,
     plot_buckets,
     plot_collective,
     plot_hosts,
+    plot_life,
     plot_loss,
     plot_losses,
     plot_lost_time,
     plot_memory,
+    plot_network_cost,
     plot_resumed,
     plot_ring,
     plot_shards,
@@ -135,6 +140,7 @@ PICTURES = {
     "collective": collective,
     "hosts": lambda: plot_hosts(2, 3),
     "steps": plot_three_steps,
+    "accumulation": lambda: plot_accumulation(2, 8, 4),
     "resumed": lambda: plot_resumed(
         {1: 2.0, 2: 1.0, 3: 0.5},
         {"first": {1: 2.0, 2: 1.0}, "second": {2: 1.0, 3: 0.5}},
@@ -142,6 +148,11 @@ PICTURES = {
         "The second part lies on the whole run",
     ),
     "lost time": lambda: plot_lost_time(60, 11_136),
+    "life": plot_life,
+    "bandwidth": lambda: plot_bandwidth(
+        {2**12: [1e-4, 2e-4], 2**26: [0.1, 0.2]}, 2, (1e-4, 5e8)
+    ),
+    "network cost": lambda: plot_network_cost(44.7e6, {"1 Gbit/s": (1e9, 0, 8)}, 0.065),
 }
 
 
@@ -345,6 +356,30 @@ def test_memory_says_what_fits(limit_mb, title):
     assert line.get_ydata()[0] == limit_mb
 
 
+def test_memory_is_labelled_beside_the_bars_and_not_on_them():
+    figure = plot_memory(MEMORY, limit_bytes=100 * 2**20)
+    (axes,), (legend,) = figure.axes, figure.legends
+    figure.canvas.draw()
+    lowest = axes.xaxis.label.get_window_extent().y0
+    assert legend.get_window_extent().y1 <= lowest
+    named = [text.get_text() for text in legend.get_texts()]
+    assert named == ["parameters", "gradients", "optimiser", "activations"]
+    (limit,) = (text for text in axes.texts if "GPU memory" in text.get_text())
+    assert limit.get_text() == "GPU memory: 100 MB"
+    assert limit.get_position()[1] == 100
+
+
+def test_strips_too_thin_to_tell_apart_are_one():
+    rows = [{**row, "activations": 100 * row["activations"]} for row in MEMORY]
+    axes = plot_memory(rows).axes[0]
+    fixed, activations = axes.containers
+    assert fixed.get_label() == "parameters, gradients, optimiser"
+    thirty_mb = 30 / 1024
+    assert [bar.get_height() for bar in fixed] == pytest.approx([thirty_mb] * 3)
+    assert [bar.get_y() for bar in activations] == pytest.approx([thirty_mb] * 3)
+    assert texts(axes)[0] == "1.01 GB"
+
+
 def test_memory_of_a_large_gpu_is_in_gb():
     axes = plot_memory(MEMORY, limit_bytes=2**30).axes[0]
     assert axes.get_ylabel() == "memory (GB)"
@@ -473,8 +508,8 @@ def test_hosts_number_ranks_through_and_local_ranks_anew():
     cells = [text for text in texts(axes) if "local " in text and "\n" in text]
     places = [(0, 0), (1, 1), (2, 2), (3, 0), (4, 1), (5, 2)]
     assert cells == [f"rank {rank}\n(local {local})" for rank, local in places]
-    launchers = [text for text in texts(axes) if "torchrun" in text and "host " in text]
-    assert launchers[1:] == ["host 0: torchrun", "host 1: torchrun"]
+    launchers = [text for text in texts(axes) if text.endswith(": torchrun")]
+    assert launchers == ["host 0: torchrun", "host 1: torchrun"]
     assert fills(axes).count(shade(4)) == 1
     (crowded,) = plot_hosts(2, 8).axes
     assert "15\n(7)" in texts(crowded)
@@ -516,6 +551,27 @@ def test_a_run_shorter_than_a_point_is_refused():
         plot_losses({"": {"short": (16, [1.0]), "32": (32, [1.0])}}, "A sentence")
 
 
+def test_the_legend_of_losses_lies_below_the_lines():
+    figure = plot_losses({"both": runs()}, "A sentence")
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    legend = axes.get_legend().get_window_extent()
+    assert legend.y1 < axes.xaxis.label.get_window_extent().y0
+    assert legend.y0 >= 0
+
+
+def test_several_seeds_are_thin_lines_and_their_median():
+    seeds = [[1.0, 4.0], [3.0, 2.0], [2.0, math.nan]]
+    (axes,) = plot_losses({"": {"one": (8, [5.0, 5.0]), "three": (8, seeds)}}, "").axes
+    _, middle, *each = axes.lines
+    assert list(middle.get_ydata()) == [2.0, 4.0]  # NaN counts as worst
+    drawn = [list(line.get_ydata()) for line in each]
+    assert drawn == [[1.0, 4.0], [3.0, 2.0], [2.0, math.inf]]
+    assert {line.get_color() for line in each} == {middle.get_color()}
+    assert max(line.get_linewidth() for line in each) < middle.get_linewidth()
+    assert [text.get_text() for text in axes.get_legend().texts] == ["one", "three"]
+
+
 def test_three_steps_show_every_sample_once_in_the_batch_and_once_on_its_rank():
     (axes,) = plot_three_steps(3, 6).axes
     texts = [text.get_text() for text in axes.texts]
@@ -530,3 +586,31 @@ def test_three_steps_show_every_sample_once_in_the_batch_and_once_on_its_rank():
 def test_three_steps_refuse_what_cannot_be_drawn(num_ranks, samples):
     with pytest.raises(ValueError, match="multiple of them up to 16"):
         plot_three_steps(num_ranks, samples)
+
+
+def test_accumulation_adds_up_and_sends_with_the_last_micro_batch():
+    (axes,) = plot_accumulation(2, 8, 3).axes
+    words = [text for text in texts(axes) if text]
+    assert words.count("8 images") == 2 * 3
+    assert [t for t in words if t.isdigit()] == ["8", "16", "24"] * 2
+    assert words.count("the same\nstep") == 2
+    assert words.count("one\nall-\nreduce") == 1
+    assert "2 x 8 x 3 = 48 images" in words[-1]
+    over = {line.get_xdata()[0]: line.get_xdata()[-1] for line in axes.lines}
+    assert over == {-0.43: 1.43, 1.57: 2.43}  # no_sync, and the last one
+    (silent,) = [text for text in axes.texts if "no_sync" in text.get_text()]
+    assert silent.get_position()[0] == 0.5  # over the first two
+
+
+def test_one_micro_batch_has_nothing_to_wait_for():
+    (axes,) = plot_accumulation(1, 64, 1).axes
+    assert not [text for text in texts(axes) if "no_sync" in text]
+    assert len(axes.lines) == 1
+    assert axes.get_title("left").startswith("One micro-batch a step")
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 4), (5, 8, 4), (2, 0, 4), (2, 8, 7)])
+def test_accumulation_refuses_what_cannot_be_drawn(sizes):
+    with pytest.raises(ValueError, match="1 to 4 ranks, 1 to 6 micro-batches"):
+        plot_accumulation(*sizes)
+    assert not pyplot.get_fignums()

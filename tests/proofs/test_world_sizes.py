@@ -256,7 +256,10 @@ def test_picture_holds_the_numbers(draw):
     assert to_rgba(lines["4 ranks, weights"].get_color()) == to_rgba(RANK_COLOURS[1])
     assert "1 rank, once more: 0, the same bits" in lines
     (legend,) = figure.legends
-    assert len(legend.get_texts()) == 5
+    names = [text.get_text() for text in legend.get_texts()]
+    assert len(names) == 6
+    assert "spacing of float64 at the largest weight" in names
+    assert not right.texts  # which the curves would cross
     assert figure.get_suptitle() == (
         "After each of 3 steps no weight is further than 1e-12 from the one of 1 rank"
     )
