@@ -374,6 +374,9 @@ print(f"~ {random.random()}, pid {os.getpid()}")
 plt.figure().add_subplot().plot([1, 2])
 plt.show()
 
+# %% [markdown]
+# ## Exercises
+
 # %%
 def answer():
     # BEGIN SOLUTION
