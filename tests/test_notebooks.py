@@ -501,7 +501,7 @@ def test_nbval_alone_would_not_find_a_stripped_notebook(
         ("always the same", "always the sane", "00_small: stale: cell 1 differs"),
         ("# # A small", "# # A smaller", "00_small: stale: cell 0 differs"),
         ("return 42", "return 43", "solutions/00_small: stale: cell"),
-        ("# return None", "# return 0", "00_small: stale: cell 4 differs"),
+        ("# return None", "# return 0", "00_small: stale: cell 5 differs"),
     ],
 )
 def test_a_stale_source_is_found(
