@@ -32,6 +32,7 @@ __all__ = [
     "RanksDisagree",
     "RanksStuck",
     "Stopped",
+    "lab_error_inside",
     "signal_name",
 ]
 
@@ -123,6 +124,14 @@ class RankFailed(LabError):
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows: the rank's traceback, not how it got here."""
         return [f"RankFailed: {self}", "", *self.report.splitlines()]
+
+
+def lab_error_inside(error: LabError) -> LabError:
+    """The error that a rank raised on purpose, if that is why it failed."""
+    for failure in error.failures if isinstance(error, RankFailed) else ():
+        if isinstance(failure.exception, LabError):
+            return failure.exception
+    return error
 
 
 class RanksStuck(LabError):

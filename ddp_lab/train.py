@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ddp_lab.config import RECIPES, TrainConfig
 from ddp_lab.datasets import load_dataset
-from ddp_lab.errors import BadInput, LabError, RankFailed, Stopped
+from ddp_lab.errors import BadInput, LabError, Stopped, lab_error_inside
 from ddp_lab.loop import fit_on_rank
 from ddp_lab.ranks.launch import OnRecord, launch, leave_process, send_record, shared
 from ddp_lab.runs import checkpoint
@@ -33,7 +33,13 @@ from ddp_lab.runs.progress import ProgressStyle
 from ddp_lab.runs.record import Run
 from ddp_lab.runs.state import check_batches, check_fits, check_resumable
 from ddp_lab.runs.stop import StopRequest
-from ddp_lab.world import count_gpus, pick_device, read_ranks
+from ddp_lab.world import (
+    check_joined,
+    count_gpus,
+    pick_device,
+    read_ranks,
+    speaks_for_all,
+)
 
 __all__ = ["drop_local_rank", "main", "parse_arguments", "train"]
 
@@ -151,7 +157,7 @@ def train(
         LabError: bad input, or ranks that failed or disagree.
     """
     ranks = read_ranks()
-    speaks = ranks is None or ranks["rank"] == 0
+    speaks = speaks_for_all()
     folder = config.resume or config.out or _new_folder(config)
     if config.auto_resume and folder != config.out and ranks is None:
         raise BadInput("auto_resume: name the folder of the run with --out")
@@ -166,7 +172,7 @@ def train(
             result = _spawn(config, folder, progress, on_record, request)
         else:
             _check_no_notebook(ranks["rank"], ranks["world_size"])
-            _check_joined(config, ranks["world_size"])
+            check_joined(config.num_ranks, ranks["world_size"])
             result = fit_on_rank(config, folder, progress=progress)
     except BaseException:
         # also when the run was stopped or diverged: the picture shows where
@@ -256,15 +262,6 @@ def _check_no_notebook(rank: int, world_size: int) -> None:
         )
 
 
-def _check_joined(config: TrainConfig, world_size: int) -> None:
-    """Refuse to choose the number of ranks, which the launcher has started already."""
-    if config.num_ranks not in (None, world_size):
-        raise BadInput(
-            f"num_ranks {config.num_ranks}: the launcher started {world_size} ranks "
-            "already; leave --num-ranks out and tell torchrun or srun instead"
-        )
-
-
 def _new_folder(config: TrainConfig) -> Path:
     """runs/DATASET-MODEL-TIME, or the launcher's own name for this job behind it."""
     start = f"{config.dataset}-{config.model}"
@@ -343,23 +340,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             style: ProgressStyle = "bar" if bar else "lines"
             result = train(config, style, stop_flag=request.flag)
     except LabError as error:
-        cause = _lab_error_inside(error)
-        if not isinstance(cause, Stopped) or _speaks_for_all():
+        cause = lab_error_inside(error)
+        if not isinstance(cause, Stopped) or speaks_for_all():
             print(f"ddp_lab.train: {cause}", file=sys.stderr, flush=True)
         return cause.exit_status
     except KeyboardInterrupt:
         print("ddp_lab.train: interrupted, all ranks are stopped", file=sys.stderr)
         return 130
-    if _speaks_for_all():
+    if speaks_for_all():
         with contextlib.suppress(BrokenPipeError):  # the reader, like head, has left
             print(_summary(result), flush=True)
     return 0
-
-
-def _speaks_for_all() -> bool:
-    """Whether this is rank 0, or the parent of all ranks."""
-    ranks = read_ranks()
-    return ranks is None or ranks["rank"] == 0
 
 
 def _stand_in_for_closed_streams() -> None:
@@ -380,14 +371,6 @@ def _stand_in_for_closed_streams() -> None:
 def _own_arguments() -> list[str]:
     """The command line's, and in a notebook none: its kernel was given others."""
     return [] if "ipykernel" in sys.modules else sys.argv[1:]
-
-
-def _lab_error_inside(error: LabError) -> LabError:
-    """The error that a rank raised on purpose, if that is why it failed."""
-    for failure in error.failures if isinstance(error, RankFailed) else ():
-        if isinstance(failure.exception, LabError):
-            return failure.exception
-    return error
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from ddp_lab.rendezvous.slurm import expand_counts
 __all__ = [
     "World",
     "agree_any",
+    "check_joined",
     "check_same",
     "count_gpus",
     "gather_json",
@@ -43,6 +44,7 @@ __all__ = [
     "join_world",
     "pick_device",
     "read_ranks",
+    "speaks_for_all",
     "sum_over_ranks",
 ]
 
@@ -120,6 +122,26 @@ def read_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, int] | None
         "world_size": world_size,
         "local_world_size": local_world_size,
     }
+
+
+def speaks_for_all() -> bool:
+    """Whether this process is rank 0, or no rank at all: the one that is to print."""
+    ranks = read_ranks()
+    return ranks is None or ranks["rank"] == 0
+
+
+def check_joined(num_ranks: int | None, world_size: int) -> None:
+    """Refuse to choose the number of ranks, which the launcher has started already.
+
+    Args:
+        num_ranks: of the command line (None: not chosen).
+        world_size: what the launcher started.
+    """
+    if num_ranks not in (None, world_size):
+        raise BadInput(
+            f"num_ranks {num_ranks}: the launcher started {world_size} ranks "
+            "already; leave --num-ranks out and tell torchrun or srun instead"
+        )
 
 
 def _check_no_shell(environ: Mapping[str, str]) -> None:

@@ -28,11 +28,11 @@ from ddp_lab import loop
 from ddp_lab.config import TrainConfig
 from ddp_lab.data import draw_augmentation, shard_indices
 from ddp_lab.datasets import load_dataset
+from ddp_lab.proofs.trainings import in_world_of
 from ddp_lab.ranks.launch import shared
 from ddp_lab.ranks.workers import Workers
 from ddp_lab.step import _tally
 from ddp_lab.world import join_world
-from worlds import in_world_of
 
 TOLERANCE = 1e-12
 A_FAULT = 1e-3  # what the planted ones exceed

@@ -23,7 +23,8 @@ FLOORS = [
     {"runs"},
     {"loop"},
     {"proofs", "exercises"},
-    {"figures", "tools"},
+    {"figures"},
+    {"tools"},
     {"train"},
     {"__main__"},
 ]

@@ -27,6 +27,7 @@ from ddp_lab.datasets import ImagesInMemory, load_dataset
 from ddp_lab.errors import BadInput, Diverged, LabError
 from ddp_lab.loop import fit, train_epoch
 from ddp_lab.model import wrap_model
+from ddp_lab.proofs.trainings import in_world_of
 from ddp_lab.ranks.launch import launch
 from ddp_lab.ranks.workers import Workers
 from ddp_lab.runs import checkpoint, state
@@ -34,7 +35,6 @@ from ddp_lab.runs.record import Run
 from ddp_lab.runs.state import check_batches, check_fits, start_training
 from ddp_lab.step import evaluate, train_step
 from ddp_lab.world import join_world
-from worlds import in_world_of
 
 TOLERANCE = 1e-9
 

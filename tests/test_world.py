@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from ddp_lab.errors import BadInput
+from ddp_lab.proofs.trainings import in_world_of
 from ddp_lab.ranks.workers import Workers
 from ddp_lab.world import (
     agree_any,
@@ -13,7 +14,6 @@ from ddp_lab.world import (
     read_ranks,
     sum_over_ranks,
 )
-from worlds import in_world_of
 
 
 def ranks(rank, local_rank, world_size, local_world_size):

@@ -1,6 +1,4 @@
-"""Worlds for tests, without processes or with few of them."""
-
-import os
+"""A world for tests, without processes."""
 
 import torch
 
@@ -17,12 +15,3 @@ def cpu_world(rank: int = 0, world_size: int = 1) -> World:
         device=torch.device("cpu"),
         backend="gloo",
     )
-
-
-def in_world_of(world_size: int, fn, *arguments):
-    """On one of the first ranks of `Workers`: do something as if they were all.
-
-    Several world sizes then share one start, which takes seconds a rank.
-    """
-    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
-    return fn(*arguments)

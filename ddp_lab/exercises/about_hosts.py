@@ -5,22 +5,20 @@ None of them needs ranks. torchrun's options are judged by torchrun's own parser
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from ddp_lab.exercises.exercise import Exercise, Words, Wrong, close, same
+from ddp_lab.exercises.exercise import (
+    Exercise,
+    Words,
+    Wrong,
+    call_by_name,
+    close,
+    given_by_name,
+    same,
+)
 
 __all__ = ["HOST_EXERCISES"]
-
-Answer = Callable[..., Any]
-
-
-def _call_with(fn: Answer, case: Any, rank: int, world_size: int) -> Any:
-    return fn(**case)
-
-
-def _given(case: dict[str, Any], rank: int, world_size: int) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in case.items())
 
 
 # ------------------------------------------------------------------ torchrun
@@ -134,9 +132,9 @@ _TORCHRUN_OPTIONS = Exercise(
         {"hosts": ["alpha", "beta"], "ranks_per_host": 4, "port": 29500},
         {"hosts": ["10.0.0.7", "10.0.0.8", "10.0.0.9"], "ranks_per_host": 1, "port": 9},
     ),
-    call=_call_with,
+    call=call_by_name,
     judge=_judge_options,
-    given=_given,
+    given=given_by_name,
     tried="Two hosts with four ranks and three with one, read by torchrun's parser.",
     where="once",
 )
@@ -193,9 +191,9 @@ _PLACES_FROM_SLURM = Exercise(
         {"tasks_per_node": text}
         for text in ("2", "3(x2)", "2(x3),1", "1,3", "1(x2),2(x2)", "1(x12)")
     ),
-    call=_call_with,
+    call=call_by_name,
     judge=_judge_places,
-    given=_given,
+    given=given_by_name,
     tried="One host, hosts alike, hosts that differ, and twelve of them.",
     where="once",
 )
@@ -239,9 +237,9 @@ _BANDWIDTH_NEEDED = Exercise(
         _case(3_000_000, 1, 0.1),
         _case(44_726_568, 16, 0.01),
     ),
-    call=_call_with,
+    call=call_by_name,
     judge=_judge_bandwidth,
-    given=_given,
+    given=given_by_name,
     tried="Two, four and sixteen ranks, and one that is alone.",
     where="once",
 )

@@ -1,21 +1,18 @@
 """The exercises of notebook 01: what a rank holds, and how large its batches are."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from ddp_lab.exercises.exercise import Exercise, Wrong, close, same
+from ddp_lab.exercises.exercise import (
+    Exercise,
+    Wrong,
+    call_by_name,
+    close,
+    given_by_name,
+    same,
+)
 
 __all__ = ["MEMORY_EXERCISES"]
-
-Answer = Callable[..., Any]
-
-
-def _call_with(fn: Answer, case: Any, rank: int, world_size: int) -> Any:
-    return fn(**case)
-
-
-def _given_numbers(case: Any, rank: int, world_size: int) -> str:
-    return ", ".join(f"{name}={value}" for name, value in case.items())
 
 
 # ---------------------------------------------------------------- fixed_bytes
@@ -62,9 +59,9 @@ _FIXED_BYTES = Exercise(
         _fixed(1000, 1, 2),
         _fixed(7_000_000_000, 2, 8),
     ),
-    call=_call_with,
+    call=call_by_name,
     judge=_judge_fixed_bytes,
-    given=_given_numbers,
+    given=given_by_name,
     tried=(
         "Plain SGD, SGD with momentum and AdamW on one rank, and two and eight ranks "
         "with DDP."
@@ -99,9 +96,9 @@ _GLOBAL_BATCH_SIZE = Exercise(
         {"micro_batch_size": 16, "accumulation_steps": 1, "world_size": 8},
         {"micro_batch_size": 8, "accumulation_steps": 5, "world_size": 3},
     ),
-    call=_call_with,
+    call=call_by_name,
     judge=_judge_global_batch,
-    given=_given_numbers,
+    given=given_by_name,
     tried="One GPU, accumulation alone, several ranks alone, and both together.",
     where="once",
 )
@@ -163,9 +160,9 @@ _MICRO_BATCHES = Exercise(
         _case(96, 2, 10, 100),  # 48 = 5 x 9.6: only 6 x 8 comes out even
         _case(21, 3, 10, 60),  # a prime share: one by one
     ),
-    call=_call_with,
+    call=call_by_name,
     judge=_judge_micro_batches,
-    given=_given_numbers,
+    given=given_by_name,
     tried=(
         "Batches that fit at once, that fit to the last byte, that need several steps, "
         "and shares that do not divide by every number."

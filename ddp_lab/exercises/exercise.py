@@ -16,7 +16,18 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Exercise", "Something", "Words", "Wrong", "close", "plain", "same", "tell"]
+__all__ = [
+    "Exercise",
+    "Something",
+    "Words",
+    "Wrong",
+    "call_by_name",
+    "close",
+    "given_by_name",
+    "plain",
+    "same",
+    "tell",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +132,16 @@ def close(got: Any, expected: Any, tolerance: float = 1e-5) -> bool:
     if isinstance(got, bool) or not isinstance(got, int | float):
         return False
     return bool(abs(got - expected) <= tolerance * max(1.0, abs(expected)))
+
+
+def call_by_name(fn: Callable[..., Any], case: Any, rank: int, world_size: int) -> Any:
+    """For ``Exercise.call``: a case that is a dict of arguments."""
+    return fn(**case)
+
+
+def given_by_name(case: Any, rank: int, world_size: int) -> str:
+    """For ``Exercise.given``: the same arguments, as the learner would write them."""
+    return ", ".join(f"{name}={value!r}" for name, value in case.items())
 
 
 def tell(value: Any) -> str:

@@ -17,12 +17,24 @@ from ddp_lab.figures.drawing import FAINT, INK, in_style, num_bytes_text
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Link", "plot_bandwidth", "plot_network_cost", "ring_seconds"]
+__all__ = ["Link", "bus_factor", "plot_bandwidth", "plot_network_cost", "ring_seconds"]
 
 _MEASURED, _HIDDEN = "#D55E00", "#009E73"  # no colours of ranks that are drawn here
 
 Link = tuple[float, float, int]
 """Bits a second, seconds of latency a hop, and how many ranks it can join."""
+
+
+def bus_factor(num_ranks: int) -> float:
+    """Return bus bandwidth / algorithm bandwidth of an all-reduce on ``num_ranks``.
+
+    The algorithm bandwidth is size / time. Each of n ranks has to send at least
+    2 (n - 1) / n times the size, so that many times more is what its link carries.
+
+    Source: nccl-tests, doc/PERFORMANCE.md, "AllReduce"
+    (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+    """
+    return 2 * (num_ranks - 1) / num_ranks
 
 
 def ring_seconds(
@@ -39,8 +51,8 @@ def ring_seconds(
     Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
     clusters of workstations" (https://doi.org/10.1016/j.jpdc.2008.09.002).
     """
-    hops = 2 * (num_ranks - 1)
-    return hops * latency_s + hops / num_ranks * num_bytes * 8 / bits_per_s
+    bytes_a_link = bus_factor(num_ranks) * num_bytes
+    return 2 * (num_ranks - 1) * latency_s + bytes_a_link * 8 / bits_per_s
 
 
 def plot_bandwidth(
@@ -61,7 +73,7 @@ def plot_bandwidth(
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     sizes = sorted(seconds)
-    factor = 2 * (num_ranks - 1) / num_ranks
+    factor = bus_factor(num_ranks)
     parts = [quantiles(seconds[size], n=4, method="inclusive") for size in sizes]
     with in_style():
         size = (6.4, 4.4)

@@ -2,7 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ddp_lab.figures.drawing import FAINT, INK, draw_cell, in_style, rank_colour
+from ddp_lab.figures.drawing import (
+    FAINT,
+    INK,
+    draw_arrow,
+    draw_cell,
+    in_style,
+    rank_colour,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,9 +52,11 @@ def plot_three_steps(
             draw_cell(axes, 0, y, colours, str(sample), **place)
         for rank in range(num_ranks):
             _draw_rank(axes, rank, rank * _PITCH, share, num_ranks)
-            _arrow(axes, (0.5, middle), (_SHARE_AT - 0.4, rank * _PITCH))
-            _arrow(axes, (_GRADIENT_AT + 0.8, rank * _PITCH), (_MEAN_AT - 0.7, middle))
-            _arrow(axes, (_MEAN_AT + 0.7, middle), (_STEP_AT - 0.75, rank * _PITCH))
+            draw_arrow(axes, (0.5, middle), (_SHARE_AT - 0.4, rank * _PITCH))
+            draw_arrow(
+                axes, (_GRADIENT_AT + 0.8, rank * _PITCH), (_MEAN_AT - 0.7, middle)
+            )
+            draw_arrow(axes, (_MEAN_AT + 0.7, middle), (_STEP_AT - 0.75, rank * _PITCH))
         mean: dict[str, Any] = {"width": 1.3, "height": 0.9, "font_size": 8}
         draw_cell(axes, _MEAN_AT, middle, ["white"], "mean", edge=INK, **mean)
         _draw_steps(axes, num_ranks * _PITCH - 0.7)
@@ -73,8 +82,8 @@ def _draw_rank(axes: Any, rank: int, y: float, share: int, num_ranks: int) -> No
     draw_cell(axes, _MODEL_AT, y, ["white"], f"model,\ncopy {rank}", edge=INK, **box)
     draw_cell(axes, _GRADIENT_AT, y, colour, f"gradient\nof {share}", **box)
     draw_cell(axes, _STEP_AT, y, ["white"], "the same\nstep", edge=INK, **box)
-    _arrow(axes, (_SHARE_AT + 1.85, y), (_MODEL_AT - 0.8, y))
-    _arrow(axes, (_MODEL_AT + 0.8, y), (_GRADIENT_AT - 0.8, y))
+    draw_arrow(axes, (_SHARE_AT + 1.85, y), (_MODEL_AT - 0.8, y))
+    draw_arrow(axes, (_MODEL_AT + 0.8, y), (_GRADIENT_AT - 0.8, y))
     axes.text(_SHARE_AT - 0.3, y - 0.42, f"rank {rank}", fontsize=8, color=INK)
 
 
@@ -89,8 +98,3 @@ def _draw_steps(axes: Any, bottom: float) -> None:
     axes.plot([1.9, _STEP_AT + 0.8], [bottom, bottom], **line)
     text = "1  init the process group: ranks that have met can average"
     axes.text((1.9 + _STEP_AT + 0.8) / 2, bottom + 0.4, text, **head, va="center")
-
-
-def _arrow(axes: Any, start: tuple[float, float], end: tuple[float, float]) -> None:
-    look = {"arrowstyle": "-|>", "color": FAINT, "shrinkA": 0, "shrinkB": 0}
-    axes.annotate("", end, start, arrowprops=look)

@@ -11,9 +11,9 @@ and its learning rate: those do not depend on ranks, and one process is quicker.
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,9 @@ from ddp_lab.ranks.workers import Workers
 from ddp_lab.runs.state import check_fits, start_training
 from ddp_lab.world import join_world
 
-__all__ = ["losses_by_seed", "losses_of", "small_net"]
+__all__ = ["in_world_of", "losses_by_seed", "losses_of", "small_net"]
+
+T = TypeVar("T")
 
 
 def losses_of(workers: Workers, world_size: int, config: TrainConfig) -> list[float]:
@@ -62,8 +64,9 @@ def losses_of(workers: Workers, world_size: int, config: TrainConfig) -> list[fl
             losses.append(line["loss"])
 
     workers.run(
-        _fit_in_world,
+        in_world_of,
         world_size,
+        _fit,
         config,
         shared(data),
         only=range(world_size),
@@ -72,9 +75,23 @@ def losses_of(workers: Workers, world_size: int, config: TrainConfig) -> list[fl
     return losses
 
 
-def _fit_in_world(world_size: int, config: TrainConfig, data: ImageSet) -> None:
-    """On each of the first ranks, which are a world of their own."""
+def in_world_of(
+    world_size: int, fn: Callable[..., T], *arguments: Any, **options: Any
+) -> T:
+    """Call a function on one of the first ranks of `Workers`, as if they were all.
+
+    Several world sizes then share one start, which takes seconds a rank.
+
+    Args:
+        world_size: how many of the ranks do this, the first ones.
+        fn: joins their process group by itself, like `fit_on_rank`.
+        arguments, options: of ``fn``.
+    """
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+    return fn(*arguments, **options)
+
+
+def _fit(config: TrainConfig, data: ImageSet) -> None:
     fit_on_rank(config, None, data, on_line=send_record)
 
 

@@ -15,7 +15,6 @@ the curves agree to rounding, not to the bit; ``precision="float64"`` makes that
 """
 
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -38,6 +37,7 @@ from ddp_lab.errors import BadInput, Diverged
 from ddp_lab.loop import train_epoch
 from ddp_lab.model import build_model, check_model
 from ddp_lab.proofs.comparison import Comparison, Curve
+from ddp_lab.proofs.trainings import in_world_of
 from ddp_lab.ranks.launch import shared
 from ddp_lab.ranks.workers import Workers
 from ddp_lab.runs.state import TrainState, check_fits, start_training
@@ -104,8 +104,9 @@ def compare_world_sizes(
         first, *others = world_sizes
         for world_size in (first, first, *others):
             found = ranks.run(
-                _train_on_rank,
+                in_world_of,
                 world_size,
+                _train_on_rank,
                 config,
                 data_for_all,
                 num_steps,
@@ -225,7 +226,6 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _train_on_rank(
-    world_size: int,
     config: TrainConfig,
     data: ImageSet,
     num_steps: int,
@@ -234,8 +234,6 @@ def _train_on_rank(
     is_first: bool,
 ) -> dict[str, Any]:
     """Train as `fit` does; rank 0 keeps its weights, or compares with those kept."""
-    # the first of the ranks are a world of their own
-    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     with join_world(device=config.device) as world:
         micro, _ = config.batches(world.world_size)
         train = train_loader(data, config, world, micro)

@@ -25,34 +25,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ddp_lab.errors import BadInput, LabError
+from ddp_lab.errors import BadInput, LabError, lab_error_inside
+from ddp_lab.figures import plot_bandwidth, save_picture
+from ddp_lab.figures.network import bus_factor
 from ddp_lab.ranks.launch import launch, leave_process
 from ddp_lab.world import (
+    check_joined,
     count_gpus,
     gather_json,
     gather_over_ranks,
     join_world,
     pick_device,
     read_ranks,
+    speaks_for_all,
 )
 
-__all__ = ["bus_factor", "fit_line", "main", "measure_all_reduce"]
+__all__ = ["fit_line", "main", "measure_all_reduce"]
 
 _NAME = "ddp_lab.tools.bandwidth"
 _NUM_WARMUPS = 5  # the first calls open connections
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _SIZES = ["4K", "16K", "64K", "256K", "1M", "4M", "16M", "64M"]
-
-
-def bus_factor(num_ranks: int) -> float:
-    """Return bus bandwidth / algorithm bandwidth of an all-reduce on ``num_ranks``.
-
-    The algorithm bandwidth is size / time. Each of n ranks has to send at least
-    2 (n - 1) / n times the size, so that many times more is what its link carries.
-
-    Source: nccl-tests, doc/PERFORMANCE.md, "AllReduce".
-    """
-    return 2 * (num_ranks - 1) / num_ranks
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
@@ -201,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)
         ranks = read_ranks()
-        speaks = ranks is None or ranks["rank"] == 0
+        speaks = speaks_for_all()
         out = options.out if speaks else None
         if out and not (out.suffix == ".png" and out.absolute().parent.is_dir()):
             raise BadInput(f"out {out}: name a .png in a folder that is there")
@@ -210,12 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             num_ranks = options.num_ranks or max(2, count_gpus(options.device))
             pick_device(options.device, local_world_size=num_ranks)
             found = launch(measure_all_reduce, *task, num_ranks=num_ranks)[0]
-        elif options.num_ranks not in (None, ranks["world_size"]):
-            raise BadInput(
-                f"num_ranks {options.num_ranks}: the launcher started "
-                f"{ranks['world_size']} ranks already; leave --num-ranks out"
-            )
         else:
+            check_joined(options.num_ranks, ranks["world_size"])
             found = measure_all_reduce(*task)
         if speaks:
             medians = {s: statistics.median(t) for s, t in found["seconds"].items()}
@@ -224,23 +213,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             print(_table(found, fit), flush=True)
             if out:
-                _draw(found, fit, out)
+                save_picture(
+                    plot_bandwidth(found["seconds"], found["num_ranks"], fit), out
+                )
     except LabError as error:
-        causes = [f.exception for f in getattr(error, "failures", ())]
-        cause = next((c for c in causes if isinstance(c, LabError)), error)
+        cause = lab_error_inside(error)
         print(f"{_NAME}: {cause}", file=sys.stderr, flush=True)
         return cause.exit_status
     except KeyboardInterrupt:
         print(f"{_NAME}: interrupted, all ranks are stopped", file=sys.stderr)
         return 130
     return 0
-
-
-def _draw(found: dict[str, Any], fit: tuple[float, float] | None, path: Path) -> None:
-    from ddp_lab import plot_bandwidth  # figures stand beside tools, not below
-
-    figure = plot_bandwidth(found["seconds"], found["num_ranks"], fit)
-    figure.savefig(path, metadata={"Software": None})
 
 
 if __name__ == "__main__":

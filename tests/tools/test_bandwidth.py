@@ -9,9 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from ddp_lab.errors import BadInput, RankFailed
+from ddp_lab.figures.network import bus_factor
 from ddp_lab.ranks.launch import launch
 from ddp_lab.ranks.workers import Workers
-from ddp_lab.tools.bandwidth import bus_factor, fit_line, main, measure_all_reduce
+from ddp_lab.tools.bandwidth import fit_line, main, measure_all_reduce
 
 COMMAND = [sys.executable, "-m", "ddp_lab.tools.bandwidth"]
 FEW = ["--sizes", "4K", "64K", "--repeats", "3", "--device", "cpu"]
