@@ -1,5 +1,10 @@
-"""Commands that train a small model and wait where they are told to: small_model/."""
+"""Commands: run to their end; or with a small model, and wait where they are told to.
 
+The second are those of small_model/.
+"""
+
+import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -13,6 +18,19 @@ from ddp_lab.train import parse_arguments
 SMALL_MODEL = str(Path(__file__).parent / "small_model")
 ENVIRON = {"PYTHONPATH": SMALL_MODEL, "OMP_NUM_THREADS": "1"}
 LIMIT_S = 240.0  # for a hang: nothing takes as long, even on a busy machine
+
+
+def run(command, folder, **environ):
+    """Run a command in a folder; its status, and what it said, as lines."""
+    ended = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return ended.returncode, ended.stdout.splitlines(), ended.stderr.splitlines()
 
 
 def hold(folder, place):

@@ -5,8 +5,6 @@ import dataclasses
 import difflib
 import importlib
 import io
-import os
-import subprocess
 import sys
 
 import pytest
@@ -17,6 +15,7 @@ from ddp_lab.datasets import load_dataset
 from ddp_lab.loop import fit_on_rank
 from ddp_lab.runs.record import Run
 from ddp_lab.train import parse_arguments
+from small_commands import run
 from test_project import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -141,15 +140,9 @@ def test_as_its_first_lines_say(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for start, said in ((torchrun, 1), ([], 0)):
         command = [sys.executable, *start, str(EXAMPLES / "plain_ddp.py")]
-        ended = subprocess.run(
-            [*command, "--epochs", "1"],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
+        status, lines, complaints = run(
+            [*command, "--epochs", "1"], tmp_path, OMP_NUM_THREADS="1"
         )
-        assert ended.returncode == 0, ended.stderr
-        lines = ended.stdout.splitlines()
+        assert status == 0, complaints
         assert [line.partition(":")[0] for line in lines] == ["epoch 1"] * said
         assert [path.name for path in tmp_path.iterdir()] == ["plain.pt"]

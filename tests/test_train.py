@@ -28,7 +28,7 @@ from ddp_lab.train import (
     train,
 )
 from image_files import write_fashion_mnist, write_folder
-from small_commands import ENVIRON, LIMIT_S, SMALL_MODEL, hold, num_held, wait_for
+from small_commands import ENVIRON, LIMIT_S, SMALL_MODEL, hold, num_held, run, wait_for
 
 TRAIN = [sys.executable, "-m", "ddp_lab.train"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -50,19 +50,6 @@ SMALL = [
     "--num-threads",
     "1",
 ]
-
-
-def run(command, folder, **environ):
-    """Run a command in a folder; its status, and what it said, as lines."""
-    ended = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return ended.returncode, ended.stdout.splitlines(), ended.stderr.splitlines()
 
 
 @pytest.fixture(scope="module")

@@ -51,12 +51,11 @@ def plot_three_steps(
             place: dict[str, Any] = {"width": 0.8, "height": 0.3, "font_size": 7}
             draw_cell(axes, 0, y, colours, str(sample), **place)
         for rank in range(num_ranks):
-            _draw_rank(axes, rank, rank * _PITCH, share, num_ranks)
-            draw_arrow(axes, (0.5, middle), (_SHARE_AT - 0.4, rank * _PITCH))
-            draw_arrow(
-                axes, (_GRADIENT_AT + 0.8, rank * _PITCH), (_MEAN_AT - 0.7, middle)
-            )
-            draw_arrow(axes, (_MEAN_AT + 0.7, middle), (_STEP_AT - 0.75, rank * _PITCH))
+            y = rank * _PITCH
+            _draw_rank(axes, rank, y, share, num_ranks)
+            draw_arrow(axes, (0.5, middle), (_SHARE_AT - 0.4, y))
+            draw_arrow(axes, (_GRADIENT_AT + 0.8, y), (_MEAN_AT - 0.7, middle))
+            draw_arrow(axes, (_MEAN_AT + 0.7, middle), (_STEP_AT - 0.75, y))
         mean: dict[str, Any] = {"width": 1.3, "height": 0.9, "font_size": 8}
         draw_cell(axes, _MEAN_AT, middle, ["white"], "mean", edge=INK, **mean)
         _draw_steps(axes, num_ranks * _PITCH - 0.7)

@@ -1,7 +1,6 @@
 import math
 import re
 
-import matplotlib
 import pytest
 import torch
 import torch.distributed as dist
@@ -69,13 +68,6 @@ def history(num_ranks=2, num_epochs=2, evals=True):
                 }
             )
     return History(lines)
-
-
-@pytest.fixture(autouse=True)
-def no_screen():
-    matplotlib.use("Agg")
-    yield
-    pyplot.close("all")
 
 
 def test_curves_hold_the_numbers_of_the_history():

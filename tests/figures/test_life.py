@@ -8,12 +8,6 @@ from ddp_lab.figures.drawing import fill_colour, rank_colour
 from ddp_lab.figures.life import plot_life
 
 
-@pytest.fixture(autouse=True)
-def close():
-    yield
-    pyplot.close("all")
-
-
 def rows(axes):
     """The steps in each rank's row, from left to right."""
     found = {}

@@ -1,15 +1,8 @@
 """What a network costs: the formula against a played ring, and the pictures."""
 
 import pytest
-from matplotlib import pyplot
 
 from ddp_lab.figures.network import plot_bandwidth, plot_network_cost, ring_seconds
-
-
-@pytest.fixture(autouse=True)
-def close():
-    yield
-    pyplot.close("all")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5, 16])
