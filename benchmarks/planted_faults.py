@@ -541,6 +541,10 @@ FAULTS = (
                 "elif self.flushed.get(facts.st_ino) != facts.st_size:",
                 "elif facts.st_ino not in self.flushed:",
             ),
+            (
+                "self.flushed.get(facts.st_ino) != facts.st_size\n",
+                "facts.st_ino not in self.flushed\n",
+            ),
         ),
         tests=("test_checks.py", "test_check.py"),
         only="wrong_answers and (save_atomically or broadcast_model)",
