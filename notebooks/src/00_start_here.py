@@ -257,7 +257,7 @@ with plt.rc_context(style()):
         label = f"rank {rank}, its own half of the batch"
         axes.plot(own, color=RANK_COLOURS[rank], alpha=0.4, label=label)
     axes.plot(losses, color="#222222", label="the run: mean over ranks")
-    axes.set(xlabel="optimiser step", ylabel="loss (nats)", yscale="log")
+    axes.set(xlabel="optimiser step", ylabel="loss (nats, log scale)", yscale="log")
     ticks = [0.05, 0.1, 0.2, 0.5, 1, 2.3]
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
