@@ -6,12 +6,17 @@ not the start takes ranks that are there already: `warm`, or `doomed` to lose th
 
 import contextlib
 import io
+import signal
 from collections.abc import Iterator
 
 import psutil
 import pytest
 
 from ddp_lab.ranks.workers import Workers
+
+# A shell starts "make test &" deaf to Ctrl-C, and what the tests interrupt inherits it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Python's own helper, which lives as long as the process that uses it.
 _HELPER = "multiprocessing.resource_tracker"
