@@ -14,6 +14,7 @@ from collections import defaultdict
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DistributedSampler
 
 RIGHT = defaultdict(list)
 WRONG = defaultdict(list)
@@ -948,11 +949,35 @@ def _(num_samples, rank, world_size, epoch):
 
 
 @right("shuffled_shard")
-def _(num_samples, rank, world_size, epoch):
+def _(num_samples, rank, world_size, epoch):  # the last rank first
     order = list(range(num_samples))
     random.Random(1000 + epoch).shuffle(order)
+    return order[world_size - 1 - rank :: world_size]
+
+
+@right("shuffled_shard")
+def _(num_samples, rank, world_size, epoch):  # torch's own
+    sampler = DistributedSampler(range(num_samples), world_size, rank)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+@wrong("shuffled_shard", "a global batch does not depend on the number of ranks")
+def _(num_samples, rank, world_size, epoch):  # blocks
+    order = _order(num_samples, epoch)
     size = num_samples // world_size
     return order[rank * size : (rank + 1) * size]
+
+
+@wrong("shuffled_shard", "a global batch does not depend on the number of ranks")
+def _(num_samples, rank, world_size, epoch):  # another order for each world size
+    return _order(num_samples, epoch + 10 * world_size)[rank::world_size]
+
+
+@wrong("shuffled_shard", "a global batch does not depend on the number of ranks")
+def _(num_samples, rank, world_size, epoch):  # each rank shuffles its part once more
+    own = _order(num_samples, epoch)[rank::world_size]
+    return [own[k] for k in _order(len(own), rank)]
 
 
 @wrong("shuffled_shard", "another order than epoch 0")

@@ -71,8 +71,9 @@ def _call_shuffled(fn: Answer, case: Any, rank: int, world_size: int) -> Any:
         kept = bool(torch.equal(before, torch.get_rng_state()))
         torch.set_rng_state(before)
         if not kept:
-            return {"shards": shards, "kept": False}
-    return {"shards": shards, "kept": True}
+            return {"shards": shards, "alone": [], "kept": False}
+    alone = [[*fn(_NUM_SHUFFLED, 0, 1, epoch)] for epoch in _EPOCHS]
+    return {"shards": shards, "alone": alone, "kept": True}
 
 
 def _judge_shuffled(case: Any, seen: list[Any]) -> Iterator[Wrong]:
@@ -118,6 +119,25 @@ def _judge_shuffled(case: Any, seen: list[Any]) -> Iterator[Wrong]:
                 own = sorted(shards[epoch])
                 other = Words("other samples")
                 yield Wrong(rule=rule, rank=rank, expected=other, got=own)
+    yield from _judge_global_batches(seen)
+
+
+def _judge_global_batches(seen: list[Any]) -> Iterator[Wrong]:
+    """Place by place, the ranks together see what one rank alone would see."""
+    world_size = len(seen)
+    for epoch in _EPOCHS:
+        order = seen[0]["alone"][epoch]
+        for place in range(_NUM_SHUFFLED // world_size):
+            expected = sorted(order[place * world_size : (place + 1) * world_size])
+            got = sorted(saw["shards"][epoch][place] for saw in seen)
+            if got != expected:
+                rule = (
+                    f"the ranks' samples number {place} of epoch {epoch} are together "
+                    "what one rank alone would see next: a global batch does not "
+                    "depend on the number of ranks"
+                )
+                yield Wrong(rule=rule, rank=None, expected=expected, got=got)
+                return
 
 
 _SHUFFLED_SHARD = Exercise(
@@ -126,9 +146,12 @@ _SHUFFLED_SHARD = Exercise(
     task=(
         "Return the list of sample numbers that a rank sees in an epoch. The samples "
         "are shuffled alike on all ranks, anew in each epoch, and then dealt out, so "
-        "that each one is on exactly one rank. The order of an epoch can be had again. "
-        "Draw from a torch.Generator of your own: the global random state is needed "
-        "for dropout. num_samples divides by world_size."
+        "that each one is on exactly one rank. The ranks' first samples are together "
+        "the ones that a single rank would see first, then their second samples the "
+        "next ones, and so on: so the k-th global batch is the same on any number of "
+        "ranks. The order of an epoch can be had again. Draw from a torch.Generator of "
+        "your own: the global random state is needed for dropout. num_samples divides "
+        "by world_size."
     ),
     cases=(None,),
     call=_call_shuffled,
@@ -138,7 +161,8 @@ _SHUFFLED_SHARD = Exercise(
     ),
     tried=(
         "Three epochs, each twice, on 1, 2 and 3 ranks: each sample once, another "
-        "order in each epoch, the same one when asked for again."
+        "order in each epoch, the same one when asked for again, and the same global "
+        "batches on any number of ranks."
     ),
     where="here",
 )

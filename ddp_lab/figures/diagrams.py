@@ -37,8 +37,8 @@ def plot_shards(
     """Draw which rank gets which sample, one row an epoch.
 
     The colour of a sample is that of its rank, and the number in it the step in which
-    it is seen. A sample that several ranks see has a stripe for each; one that nobody
-    sees is empty.
+    it is seen. A sample that is seen several times has a stripe for each, with its
+    rank's colour and its step; one that nobody sees is empty.
 
     Args:
         shards: ``shards[epoch][rank]``, the sample indices of a rank in their order:
@@ -66,16 +66,10 @@ def plot_shards(
         for epoch, samples in enumerate(seen):
             for sample, visits in enumerate(samples):
                 row, x = divmod(sample, width)
-                steps = {1 + place // batch_size_per_rank for _, place in visits}
-                text = "/".join(map(str, sorted(steps)))
-                draw_cell(
-                    axes,
-                    x,
-                    epoch * (num_rows + 0.25) + row,
-                    [rank_colour(rank) for rank, _ in visits],
-                    text if len(text) < 4 else "",
-                    font_size=8 if width <= 24 else 6,
-                )
+                y = epoch * (num_rows + 0.25) + row
+                draw_cell(axes, x, y, [rank_colour(rank) for rank, _ in visits])
+                steps = [1 + place // batch_size_per_rank for _, place in visits]
+                _write_steps(axes, x, y, steps, num_cells=width)
         axes.set_xlim(-0.6, width - 0.4)
         axes.set_ylim(height - 0.6, -0.6)
         middle = (num_rows - 1) / 2
@@ -94,6 +88,20 @@ def plot_shards(
         _rank_legend(axes, len(epochs[0]))
         axes.set_title(title or _shards_title(seen), pad=22)
     return figure
+
+
+def _write_steps(
+    axes: Any, x: float, y: float, steps: list[int], *, num_cells: int
+) -> None:
+    """Write each stripe's step into it, small enough to fit, or not at all."""
+    texts = [str(step) for step in steps]
+    for k, text in enumerate(texts):
+        room = 420 / num_cells / len(texts)  # a stripe's width, in points
+        font_size = min(8.0, room / (0.65 * len(text)))
+        if font_size >= 5:
+            at = x - 0.45 + 0.9 * (k + 0.5) / len(texts)
+            middle = {"ha": "center", "va": "center_baseline", "fontsize": font_size}
+            axes.text(at, y, text, color=INK, **middle)
 
 
 def _who_sees(ranks: list[list[int]], num_samples: int) -> list[list[tuple[int, int]]]:

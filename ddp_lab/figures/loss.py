@@ -37,7 +37,7 @@ def plot_loss(history: History, title: str | None = None) -> "Figure":
 
     Each rank's own loss is drawn faintly behind the run's, which is their mean. The
     axis is chosen for the run's training losses; a test loss far above them is drawn as
-    an arrow at the upper edge, with its value beside it.
+    an arrow at the upper edge, with its value below it and above the run's curve.
 
     Args:
         history: of a run, see `Run.history`.
@@ -133,6 +133,8 @@ def _set_loss_axis(
     kept = [line for line in evals if line["loss"] <= too_high]
     losses += [line["loss"] for line in kept if line["loss"] > 0]
     low, high = min(losses) / 1.5, max(losses) * 1.5
+    if len(kept) < len(evals):  # the upper fifth is for arrows and their values
+        high = max(high, max(losses) * (max(losses) / low) ** 0.28)
     axes.set_yscale("log", subs=())  # no ticks but those below
     few = MaxNLocator(5)  # a narrow range may hold none of 1, 2, 5 and 10
     each = LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5))
@@ -144,7 +146,7 @@ def _set_loss_axis(
             axes.annotate(
                 f"{line['loss']:.3g}",
                 (line["step"], 1.0),
-                (line["step"], 0.86),
+                (line["step"], 0.9),
                 xycoords=("data", "axes fraction"),
                 textcoords=("data", "axes fraction"),
                 color=_TEST,

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from matplotlib import pyplot
 from matplotlib.colors import to_hex
+from matplotlib.text import Text
 from torch import nn
 
 from ddp_lab.by_hand import BucketDDP, assign_buckets, ring_all_reduce
@@ -209,6 +210,11 @@ def test_a_far_test_loss_does_not_squeeze_the_axis():
     assert arrow.xy == (3, 1.0)  # its step, at the upper edge
     drawn = {line.get_label(): line for line in top.lines}["test, 100 images"]
     assert drawn.get_xdata().tolist() == [6]  # no line to what is outside
+    top.figure.canvas.draw()
+    label = Text.get_window_extent(arrow)  # without its arrow
+    highest = top.transData.transform((3, max(losses)))[1]
+    assert label.y0 > highest, "the value lies on the curve"
+    assert label.y1 < top.get_window_extent().y1
 
 
 def test_a_loss_over_decades_has_a_tick_for_each_and_its_legend_beside_it():
@@ -254,9 +260,28 @@ def test_shards_count_what_is_seen_twice_and_never():
         "In 1 epoch of 5 samples, 1 are seen more than once and 2 are not seen at all"
     )
     assert fills(axes) == [shade(0), shade(0), shade(1), shade(1)]
-    assert texts(axes) == ["1", "1", "1"]
+    assert texts(axes) == ["1", "1", "1", "1"]
     with pytest.raises(ValueError, match="take 64 or less"):
         plot_shards([[range(65)]])
+
+
+def test_each_stripe_of_a_sample_has_its_own_step():
+    """Ranks 0 and 1 see sample 1, in steps 1 and 3."""
+    axes = plot_shards([[[1, 0, 3], [2, 4, 1]]]).axes[0]
+    stripes = [patch for patch in axes.patches if patch.get_fill()]
+    assert len(axes.texts) == len(stripes) == 6
+    for text, stripe in zip(axes.texts, stripes, strict=True):
+        middle = stripe.get_x() + stripe.get_width() / 2
+        assert text.get_position()[0] == pytest.approx(middle)
+    assert [(t, f) for t, f in zip(texts(axes), fills(axes), strict=True)][1:3] == [
+        ("1", shade(0)),
+        ("3", shade(1)),
+    ]
+
+
+def test_a_step_that_does_not_fit_is_left_out():
+    everybody = [[*range(32)] for _ in range(8)]  # eight stripes in a narrow cell
+    assert texts(plot_shards([everybody]).axes[0]) == []
 
 
 # ---- buckets ---------------------------------------------------------------------
