@@ -4,7 +4,7 @@ Each process of a distributed run is a *rank*. Whoever starts the processes (`la
 ``torchrun`` or Slurm) tells each one four things through environment variables: its
 RANK among all, its LOCAL_RANK on this machine, the WORLD_SIZE, and the address of a
 small key-value *store* where they meet. `join_world` reads them, waits until everybody
-has arrived, opens the process group, and closes it again:
+has arrived, opens the process group, and closes it again at a normal end:
 
     with join_world() as world:
         print(world.rank, world.world_size, world.device)
@@ -238,7 +238,11 @@ def join_world(
     arrive_timeout_s: float = 60.0,
     timeout_s: float = 600.0,
 ) -> Iterator[World]:
-    """Join the process group of this run, and leave it again whatever happens.
+    """Join the process group of this run, and leave it again at a normal end.
+
+    After an exception the group stays open, unless this rank is alone: closing it waits
+    for the collectives under way, in which the other ranks may never take part. Let the
+    exception end the process; the launcher then stops the others.
 
     Args:
         device: ``auto``, ``cpu`` or ``cuda``, see `pick_device`.
@@ -282,8 +286,11 @@ def join_world(
         yield World(**ranks, device=where, backend=backend)
         # Rank 0 may host the store: nobody leaves before everybody is done.
         dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        if ranks["world_size"] == 1:  # else it may wait for ranks that never come
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

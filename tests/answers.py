@@ -619,19 +619,58 @@ GRADIENT = "each gradient is the mean"
 
 
 @right("average_gradients")
+def _(model):  # by another collective, and without waiting
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.nn.utils.parameters_to_vector(gradients)
+    rows = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, flat, async_op=True).wait()
+    torch.nn.utils.vector_to_parameters(torch.stack(rows).mean(0), gradients)
+
+
+@right("average_gradients")
 def _(model):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    flat = torch.cat([p.grad.flatten() for p in trained]) / dist.get_world_size()
+    dist.all_reduce(flat)
+    parts = flat.split([p.numel() for p in trained])
+    for parameter, part in zip(trained, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+
+
+@wrong("average_gradients", "all gradients travel in one message")
+def _(model):  # one each
     for parameter in model.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
 
 
-@right("average_gradients")
-def _(model):  # in one message
-    trained = [p for p in model.parameters() if p.requires_grad]
-    flat = torch.cat([p.grad.flatten() for p in trained]) / dist.get_world_size()
-    dist.all_reduce(flat)
-    parts = flat.split([p.numel() for p in trained])
+@wrong("average_gradients", "all gradients travel in one message")
+def _(model):  # an own name for the function is no way round
+    from torch.distributed import all_reduce as send
+
+    handles = []
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= dist.get_world_size()
+            handles.append(send(parameter.grad, async_op=True))
+    for handle in handles:
+        handle.wait()
+
+
+@wrong("average_gradients", "all gradients travel in one message")
+def _(model):  # round a ring, one neighbour at a time
+    rank, world_size = rank_and_size()
+    trained = [p for p in model.parameters() if p.grad is not None]
+    total = torch.cat([p.grad.flatten() for p in trained])
+    passed = total.clone()
+    for _ in range(world_size - 1):
+        arrived = torch.empty_like(passed)
+        handle = dist.isend(passed, (rank + 1) % world_size)
+        dist.recv(arrived, (rank - 1) % world_size)
+        handle.wait()
+        total, passed = total + arrived, arrived
+    parts = (total / world_size).split([p.numel() for p in trained])
     for parameter, part in zip(trained, parts, strict=True):
         parameter.grad = part.view_as(parameter)
 
@@ -821,6 +860,14 @@ def _(model):  # rank 0 does not look at itself
     first = _flat(model)
     dist.broadcast(first, src=0)
     return torch.equal(first, _flat(model))
+
+
+@wrong("replicas_agree", DIFFER)
+def _(model):  # asks the first and the last rank only
+    first, last = _flat(model), _flat(model)
+    dist.broadcast(first, src=0)
+    dist.broadcast(last, src=dist.get_world_size() - 1)
+    return torch.equal(first, last)
 
 
 @wrong("replicas_agree", DIFFER)

@@ -1,7 +1,11 @@
+import contextlib
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from ddp_lab.errors import BadInput
+from ddp_lab.errors import BadInput, RankFailed
 from ddp_lab.proofs.trainings import in_world_of
 from ddp_lab.ranks.workers import Workers
 from ddp_lab.world import (
@@ -157,13 +161,40 @@ def test_alone_is_a_world_of_one():
         assert sum_over_ranks(torch.tensor([3.0])).tolist() == [3.0]
         assert agree_any(False) is False
         assert gather_json({"é": [None, 1.5]}) == [{"é": [None, 1.5]}]
-    assert not torch.distributed.is_initialized()
+    assert not dist.is_initialized()
 
 
-def test_group_is_closed_after_an_error():
+def test_group_of_one_is_closed_after_an_error():
     with pytest.raises(RuntimeError, match="on purpose"), join_world(device="cpu"):
         raise RuntimeError("on purpose")
-    assert not torch.distributed.is_initialized()
+    assert not dist.is_initialized()
+
+
+def end(with_error):
+    """How often the group was closed at the end of the block."""
+    with mock.patch.object(dist, "destroy_process_group") as close:
+        with contextlib.suppress(RuntimeError), join_world(device="cpu"):
+            if with_error:
+                raise RuntimeError("on purpose")
+        return close.call_count
+
+
+def test_ranks_close_the_group_at_a_normal_end_only(three):
+    """To close it waits for what is under way, with ranks that may never come."""
+    assert three.run(end, with_error=False) == [1, 1, 1]
+    assert three.run(end, with_error=True) == [0, 0, 0]
+
+
+def fail():
+    with join_world(device="cpu"):
+        raise RuntimeError("on purpose")
+
+
+def test_ranks_that_failed_leave_nothing_open(three):
+    """Warm ranks close it before their next call, without waiting."""
+    with pytest.raises(RankFailed, match="on purpose"):
+        three.run(fail)
+    assert three.run(dist.is_initialized) == [False] * 3
 
 
 def talk():

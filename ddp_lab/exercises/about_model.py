@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_lab.exercises.exercise import Exercise, Words, Wrong, close, same
 
@@ -33,14 +34,30 @@ def _gradients(rank: int) -> dict[str, torch.Tensor | None]:
     return found
 
 
+class _Messages(TorchDispatchMode):
+    """Count what goes to other ranks, however torch.distributed is called."""
+
+    num_sent = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.num_sent += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
 def _call_average(fn: Answer, case: Any, rank: int, world_size: int) -> Any:
     model = _net(0)
     for name, parameter in model.named_parameters():
         parameter.grad = _gradients(rank)[name]
         parameter.requires_grad = name != "2.bias"
-    fn(model)
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    return {"gradients": gradients, "state": _state(model)}
+    with _Messages() as messages:
+        fn(model)
+    return {
+        "gradients": {name: p.grad for name, p in model.named_parameters()},
+        "state": _state(model),
+        "num_sent": messages.num_sent,
+    }
 
 
 def _judge_average(case: Any, seen: list[Any]) -> Iterator[Wrong]:
@@ -65,6 +82,11 @@ def _judge_average(case: Any, seen: list[Any]) -> Iterator[Wrong]:
             if not close(got, mean):
                 rule = f"each gradient is the mean over all ranks ({name})"
                 yield Wrong(rule=rule, rank=rank, expected=mean, got=got)
+    for rank, saw in enumerate(seen):
+        if saw["num_sent"] > 1 and len(seen) > 1:
+            rule = "all gradients travel in one message: one call of torch.distributed"
+            got = saw["num_sent"]
+            yield Wrong(rule=rule, rank=rank, expected=1, got=got)
 
 
 _AVERAGE_GRADIENTS = Exercise(
@@ -72,8 +94,9 @@ _AVERAGE_GRADIENTS = Exercise(
     signature="average_gradients(model)",
     task=(
         "Every rank has the same model and, after its own backward, its own gradients. "
-        "Replace the gradient of each parameter by its mean over all ranks. A frozen "
-        "parameter has no gradient (None) on any rank; leave it so."
+        "Replace the gradient of each parameter by its mean over all ranks, with one "
+        "message: call torch.distributed once. A frozen parameter has no gradient "
+        "(None) on any rank; leave it so, and leave the parameters as they are."
     ),
     cases=(None,),
     call=_call_average,
@@ -83,8 +106,8 @@ _AVERAGE_GRADIENTS = Exercise(
         "(0, 1, 2, ...)"
     ),
     tried=(
-        "On 1, 2 and 3 ranks, every gradient became the mean, the parameters stayed, "
-        "and the frozen one kept no gradient."
+        "On 1, 2 and 3 ranks, every gradient became the mean in one message, the "
+        "parameters stayed, and the frozen one kept no gradient."
     ),
 )
 
@@ -149,6 +172,7 @@ _BROADCAST_MODEL = Exercise(
 _DIFFERENCES = {
     "equal": "equal models",
     "one weight": "models of which the last rank's differs in one weight",
+    "in the middle": "models of which rank 1's differs in one weight, on 3 ranks",
     "last bit": "models of which the last rank's differs in the last bit of a weight",
     "swapped": "models of which the last rank's has two weights swapped",
     "cancel": "models that differ, but whose mean is that of rank 0",
@@ -162,6 +186,8 @@ def _replica(case: str, rank: int, world_size: int) -> nn.Module:
         weight.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
         model.bias.zero_()
         if case == "one weight" and is_last:
+            weight[0, 1] += 1
+        if case == "in the middle" and 0 < rank < world_size - 1:
             weight[0, 1] += 1
         if case == "last bit" and is_last:
             weight[0, 1] += 2**-22
@@ -179,7 +205,8 @@ def _call_agree(fn: Answer, case: str, rank: int, world_size: int) -> Any:
 
 def _judge_agree(case: str, seen: list[Any]) -> Iterator[Wrong]:
     world_size = len(seen)
-    expected = case == "equal" or world_size == 1
+    equal = case == "equal" or world_size == 1
+    expected = equal or (case == "in the middle" and world_size == 2)
     for rank, saw in enumerate(seen):
         got = saw["result"]
         if isinstance(got, torch.Tensor) and got.numel() == 1:
@@ -211,8 +238,8 @@ _REPLICAS_AGREE = Exercise(
     judge=_judge_agree,
     given=lambda case, rank, world_size: _DIFFERENCES[case],
     tried=(
-        "On 1, 2 and 3 ranks: equal models, one weight that differs, one bit, two "
-        "weights swapped, and differences that cancel in the mean."
+        "On 1, 2 and 3 ranks: equal models, one weight that differs, on the last rank "
+        "or in the middle, one bit, two weights swapped, and differences that cancel."
     ),
 )
 

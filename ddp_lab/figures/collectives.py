@@ -5,6 +5,7 @@ cell say whose data is in it; a cell in the colours of all ranks holds their sum
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from ddp_lab.figures.drawing import (
@@ -30,7 +31,7 @@ _SAYS = {
     "all_gather": "all_gather: every rank collects every rank's tensor",
     "reduce": "reduce: rank {src} gets the sum over all ranks",
     "all_reduce": "all_reduce: every rank gets the sum over all ranks",
-    "reduce_scatter": "reduce_scatter: each rank gets the sum of one piece",
+    "reduce_scatter": "reduce_scatter: rank r gets the sum over all ranks of piece r",
 }
 
 _TITLE: dict[str, Any] = {"x": 0.01, "ha": "left", "fontsize": 10}
@@ -48,7 +49,8 @@ def plot_collective(
 
     Give it the real tensors. A value that some rank held before keeps that rank's
     colour, so take values that are all different. A value that is the sum, the mean,
-    the largest or the smallest over ranks gets all colours.
+    the largest or the smallest over ranks gets all colours. After ``reduce_scatter``
+    a rank's piece stands at the place that it has in the whole.
 
     Args:
         name: of the collective, ``all_reduce`` for instance.
@@ -65,6 +67,7 @@ def plot_collective(
     for rank in reversed(range(len(held))):
         owners.update({_text(value): rank for piece in held[rank] for value in piece})
     together = _together([[v for piece in x for v in piece] for x in held])
+    starts = _starts(holds) if name == "reduce_scatter" else []
 
     def colours_after(rank: int, value: float) -> list[str]:
         text = _text(value)
@@ -85,6 +88,10 @@ def plot_collective(
         ):
             for rank, pieces in enumerate(rows):
                 x = 0.0
+                if starts and axes is right:
+                    x = starts[rank]
+                    for place in range(starts[-1]):  # its own one is drawn over
+                        draw_cell(axes, place, rank, [])
                 for piece in pieces:
                     for value in piece:
                         own = (
@@ -100,6 +107,10 @@ def plot_collective(
                     draw_cell(axes, 0, rank, [])
             _bare(axes, len(before), (-0.7, num_cells - 0.4))
             axes.set_xlabel(heading)
+            if starts:
+                middles = [(a + b - 1) / 2 for a, b in pairwise(starts)]
+                names = [f"piece {rank}" for rank in range(len(middles))]
+                axes.set_xticks(middles, names, fontsize=8)
         figure.suptitle(title or _SAYS.get(name, name).format(src=src), **_TITLE)
     return figure
 
@@ -121,6 +132,11 @@ def _pieces(held: Any) -> list[list[float]]:
         return []
     tensors: Sequence[Tensor] = held if isinstance(held, list | tuple) else [held]
     return [tensor.detach().flatten().tolist() for tensor in tensors]
+
+
+def _starts(holds: list[list[list[float]]]) -> list[int]:
+    """Where each rank's piece begins in the whole tensor, and where the last ends."""
+    return [0, *accumulate(sum(map(len, pieces)) for pieces in holds)]
 
 
 def _num_cells(pieces: list[list[float]]) -> float:

@@ -144,32 +144,40 @@ def _rank_legend(axes: Any, num_ranks: int) -> None:
 
 
 def plot_buckets(
-    parameters: "Iterable[tuple[str, Tensor]]",
+    parameters: "Iterable[tuple[str, Tensor | int]]",
     buckets: Sequence[Sequence[int]] | Sequence[Sequence[str]],
     *,
+    ready_s: Mapping[str, float] | None = None,
+    sent_s: Sequence[Sequence[float]] = (),
     title: str | None = None,
 ) -> "Figure":
     """Draw which parameters travel together, and in which order the buckets leave.
 
     A row is a bucket, as long as its bytes; the first one to leave is on top. The
     colour of a parameter tells its place in the model, so that one sees that the last
-    layers leave first.
+    layers leave first. With times, a row is instead what happened in a backward pass:
+    a tick for each gradient, and a bar from where the bucket left to where its sum was
+    back.
 
     Args:
-        parameters: ``model.named_parameters()``.
+        parameters: ``model.named_parameters()``, or names with numbers of bytes.
         buckets: positions, as `by_hand.assign_buckets` gives them, or names, as
             ``BucketDDP.bucket_names`` does, in the order of sending.
-        title: one sentence.
+        ready_s: when each gradient was ready, by name, on any clock, in seconds.
+        sent_s: on the same clock, when each bucket left and when its sum was back.
+        title: one sentence; with times, by default how much of the sending was hidden.
     """
     import matplotlib
     from matplotlib import pyplot
 
-    named = list(parameters)
+    named = [(name, x if isinstance(x, int) else x.nbytes) for name, x in parameters]
     place = {name: position for position, (name, _) in enumerate(named)}
     rows = [[x if isinstance(x, int) else place[x] for x in row] for row in buckets]
-    largest = max(sum(named[i][1].nbytes for i in row) for row in rows)
+    if ready_s is not None:
+        return _plot_flights(named, rows, ready_s, sent_s, title)
+    largest = max(sum(named[i][1] for i in row) for row in rows)
     unit, unit_name = (_MB, "MB") if largest >= _MB else (1024, "KB")
-    sizes = [tensor.nbytes / unit for _, tensor in named]
+    sizes = [num_bytes / unit for _, num_bytes in named]
     colours = matplotlib.colormaps["viridis"]
     longest = largest / unit
     with in_style(**{"axes.grid.axis": "x"}):
@@ -187,23 +195,68 @@ def plot_buckets(
                     place_ = {"ha": "center", "va": "center", "fontsize": 7}
                     axes.text(left + size / 2, y, name, color=ink, **place_)  # type: ignore[arg-type]
                 left += size
-            total = num_bytes_text(sum(named[i][1].nbytes for i in row))
+            total = num_bytes_text(sum(named[i][1] for i in row))
             first, last = named[row[0]][0], named[row[-1]][0]
             what = first if len(row) == 1 else f"{first} ... {last}"
             axes.text(0, y - 0.33, f"{total}: {what}", fontsize=8, va="bottom")
         axes.set_ylim(len(rows) - 0.55, -0.75)
         axes.set_yticks(range(len(rows)), [f"bucket {k}" for k in range(len(rows))])
         axes.set_xlabel(f"size of the gradients ({unit_name})")
-        scale = matplotlib.cm.ScalarMappable(cmap=colours)
-        bar = figure.colorbar(scale, ax=axes, ticks=[0, 1], pad=0.01, aspect=30)
-        bar.ax.set_yticklabels(["first\nlayer", "last\nlayer"])
-        bar.ax.invert_yaxis()
+        _layer_scale(figure, axes)
         axes.set_title(
             title
             or f"{len(named)} parameters travel in {len(rows)} "
             f"{'bucket' if len(rows) == 1 else 'buckets'}, the last layers first"
         )
     return figure
+
+
+def _plot_flights(
+    named: list[tuple[str, int]],
+    rows: list[list[int]],
+    ready_s: Mapping[str, float],
+    sent_s: Sequence[Sequence[float]],
+    title: str | None,
+) -> "Figure":
+    """`plot_buckets` over time: gradients as ticks, and each bucket's way as a bar."""
+    import matplotlib
+    from matplotlib import pyplot
+
+    began_s = min(ready_s.values())
+    computed_ms = 1000 * (max(ready_s.values()) - began_s)
+    flights_ms = [[1000 * (s - began_s) for s in flight] for flight in sent_s]
+    colours = matplotlib.colormaps["viridis"]
+    with in_style(**{"axes.grid.axis": "x"}):
+        figure, axes = pyplot.subplots(figsize=(6.4, min(4.6, 1.5 + 0.55 * len(rows))))
+        for y, (row, (left, back)) in enumerate(zip(rows, flights_ms, strict=True)):
+            at = [1000 * (ready_s[named[i][0]] - began_s) for i in row]
+            shades = [colours(i / max(1, len(named) - 1)) for i in row]
+            axes.vlines(at, y - 0.3, y, colors=shades, linewidth=1.5)
+            axes.barh(y + 0.17, back - left, left=left, height=0.24, color=FAINT)
+            total = num_bytes_text(sum(named[i][1] for i in row))
+            axes.text(left, y + 0.17, f"{total} ", ha="right", va="center", fontsize=8)
+        line = {"color": INK, "linestyle": "--", "linewidth": 1}
+        axes.axvline(computed_ms, **line)  # type: ignore[arg-type]
+        axes.text(computed_ms, -0.5, "all computed ", ha="right", fontsize=8)
+        axes.set_ylim(len(rows) - 0.5, -0.65)
+        axes.set_yticks(range(len(rows)), [f"bucket {k}" for k in range(len(rows))])
+        axes.set_xlabel("time since the first gradient was ready (ms)")
+        _layer_scale(figure, axes)
+        total_ms = sum(back - left for left, back in flights_ms)
+        hidden = [min(back, computed_ms) - left for left, back in flights_ms]
+        share = sum(max(0.0, ms) for ms in hidden) / total_ms
+        axes.set_title(title or f"{share:.0%} of the sending lies behind the computing")
+    return figure
+
+
+def _layer_scale(figure: "Figure", axes: Any) -> None:
+    """What the colours say: the place of a parameter in the model."""
+    import matplotlib
+
+    scale = matplotlib.cm.ScalarMappable(cmap=matplotlib.colormaps["viridis"])
+    bar = figure.colorbar(scale, ax=axes, ticks=[0, 1], pad=0.01, aspect=30)
+    bar.ax.set_yticklabels(["first\nlayer", "last\nlayer"])
+    bar.ax.invert_yaxis()
 
 
 def plot_memory(

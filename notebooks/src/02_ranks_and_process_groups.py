@@ -3,9 +3,8 @@
 #
 # > Step 1: who am I, and how do the processes meet?
 #
-# Distributed training is one program that is started several times. Everything else
-# follows from two questions: how does each process learn which one it is, and how do
-# they exchange tensors?
+# Distributed training is one program that is started several times. How does each
+# process learn which one it is, and how do they exchange tensors?
 #
 # At the end of this notebook you will be able to
 #
@@ -19,19 +18,28 @@
 # %% [markdown]
 # ## One program, started twice
 #
-# The files that we write are deleted when the notebook's kernel ends.
+# First a helper: `run("-m", "this")` is `python -m this` in a terminal. The files that
+# we write go with the notebook's kernel.
 
 # %%
 import os
+import subprocess
+import sys
 import tempfile
 
-scratch = tempfile.TemporaryDirectory()  # goes with the kernel
+scratch = tempfile.TemporaryDirectory()
 os.chdir(scratch.name)
 
+
+def run(*command):
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout, end="")
+
+
 # %% [markdown]
-# A *rank* is one of these processes, and also its number. PyTorch starts several with
-# `torch.multiprocessing.spawn`. Here is a whole distributed program, and nothing in it
-# is of this lab. The first line has the notebook write it into a file.
+# A *rank* is one of these processes, and also its number. Here is a whole distributed
+# program in plain PyTorch. The first line has the notebook write it into a file.
 
 # %%
 # %%writefile two_ranks.py
@@ -62,17 +70,6 @@ if __name__ == "__main__":
 
 # %%
 import socket
-import subprocess
-import sys
-
-import torch.multiprocessing as mp
-
-
-def run(*command):
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    print(done.stdout, end="")
-
 
 with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))  # 0: any port that is free
@@ -80,49 +77,19 @@ with socket.socket() as probe:
 run("two_ranks.py", str(port))
 
 # %% [markdown]
-# Three Pythons ran the file: the one that you started, and two that `spawn` started.
-# Each of the two begins with nothing: it imports `two_ranks.py` again, as a module this
-# time, finds `worker` in it, and calls it with its number and `args`. That is why the
-# last line stands under `if __name__ == "__main__"`: the ranks must not start ranks.
+# Three Pythons ran the file: yours, and two that `spawn` started. Each of the two
+# begins with nothing: it imports `two_ranks.py` again, as a module this time, finds
+# `worker` in it, and calls it with its number and `args`. Hence the
+# `if __name__ == "__main__"`: the ranks must not start ranks.
 #
 # ## A worker in a cell
 #
-# **Predict:** the same with a function from a notebook. Where will the new process look
-# for it?
+# What travels to a new process is *pickled*. **Predict:** what does Python write down
+# of a function from a notebook, so that another process can find it?
 
 # %%
 import pickle
 
-
-def worker(rank):
-    print("hello from rank", rank)
-
-
-print(pickle.dumps(worker, protocol=4))
-with open("said.txt", "w+") as said:
-    terminal = os.dup(2)
-    os.dup2(said.fileno(), 2)  # errors of the new process go to the file
-    try:
-        mp.spawn(worker, nprocs=1)
-    except mp.ProcessExitedException as error:
-        print("the notebook is told:", error)
-    finally:
-        os.dup2(terminal, 2)
-    said.seek(0)
-    assert "AttributeError" in said.read()  # Pythons word it otherwise
-print("the rank said: AttributeError, there is no 'worker'")
-
-# %% [markdown]
-# What travels to a new process is *pickled*. The first line shows how Python pickles a
-# function: module `__main__`, name `worker`, and no code. The new process has a
-# `__main__` of its own, in which no cell was ever run.
-#
-# So in a notebook people keep the worker in a file. This lab sends the code itself, and
-# with it what it uses from the notebook; the start is the same
-# `torch.multiprocessing.spawn`. What the ranks return and print comes back in the order
-# of the ranks, and if one fails, its error is raised in the notebook.
-
-# %%
 from ddp_lab import launch
 
 
@@ -131,15 +98,24 @@ def worker():
     return os.environ["MASTER_ADDR"]
 
 
+print(pickle.dumps(worker, protocol=4))
 launch(worker, num_ranks=2)
 
 # %% [markdown]
+# The first line holds a module, `__main__`, and a name, `worker`, and no code. The new
+# process has a `__main__` of its own, in which no cell was ever run, so
+# `mp.spawn(worker)` fails in a notebook, and people keep the worker in a file.
+#
+# The lab's `launch` sends the code itself, and with it what it uses from the notebook;
+# the start is the same `torch.multiprocessing.spawn`. What the ranks print and return
+# comes back in their order, and an error of a rank is raised in the notebook.
+#
 # ## torchrun
 #
 # `launch` gives `worker` no number: each rank reads its place from its environment.
 # `torchrun`, the launcher that comes with PyTorch, works the same way, also on several
-# machines. It starts a program; how many ranks there are stands on its command line,
-# not in the program.
+# machines: `torchrun --standalone --nproc-per-node 2 hello.py`. The script is step 1 as
+# you will write it, for GPUs and for CPUs: one line picks the `device`.
 #
 # **Predict:** which of the three variables will differ between the two processes?
 
@@ -147,52 +123,49 @@ launch(worker, num_ranks=2)
 with open("hello.py", "w") as script:
     script.write("""
 import os
+import torch
 import torch.distributed as dist
-
-names = ["RANK", "LOCAL_RANK", "WORLD_SIZE"]
-place = " ".join(f"{name}={os.environ[name]}" for name in names)
-dist.init_process_group("gloo")    # wait here until everybody has come
+place = [f"{name}={os.environ[name]}" for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
+gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+device = torch.device("cuda:" + os.environ["LOCAL_RANK"] if gpus else "cpu")
+if gpus:
+    torch.cuda.set_device(device)  # from here on, "cuda" is this rank's GPU
+    dist.init_process_group("nccl", device_id=device)
+else:
+    dist.init_process_group("gloo")  # waits until everybody has come
 everyone = [None] * dist.get_world_size()
-dist.all_gather_object(everyone, place)    # what all of them have read
-if dist.get_rank() == 0:
-    print(*everyone, sep="; ")
+dist.all_gather_object(everyone, place)  # what all of them have read
+if dist.get_rank() == 0: print(*everyone, sep="; ")
 dist.destroy_process_group()
 """)
-# in a terminal: torchrun --standalone --nproc-per-node 2 hello.py
-options = ["--standalone", "--nproc-per-node", "2"]
-run("-m", "torch.distributed.run", *options, "hello.py")
+torchrun = ["-m", "torch.distributed.run", "--standalone"]
+run(*torchrun, "--nproc-per-node", "2", "hello.py")
 
 # %% [markdown]
-# `RANK` is the number of the process in the whole run, and `LOCAL_RANK` its number on
-# this machine. On one machine they are the same, which is why so many scripts mix them
-# up. On two machines they are not: with three GPUs each, one process a GPU, the last
-# process of the second machine has rank 5 and local rank 2.
+# `RANK` is the number of the process in the whole run, `LOCAL_RANK` its number on this
+# machine. On one machine they are the same, so many scripts mix them up. With two
+# machines of three GPUs, one process a GPU:
 #
-# The local rank picks the GPU, `cuda:2`. The rank picks the data, and rank 0 is the one
-# that prints and writes files. These are the variables to know:
+# | | machine 0 | machine 1 |
+# |---|---|---|
+# | `RANK`: picks the data; 0 prints and writes files | 0, 1, 2 | 3, 4, 5 |
+# | `LOCAL_RANK`: picks the GPU | 0, 1, 2 | 0, 1, 2 |
+# | `WORLD_SIZE`, `LOCAL_WORLD_SIZE` | 6, 3 | 6, 3 |
+# | `MASTER_ADDR`, `MASTER_PORT`: where they meet | those of machine 0 | the same |
 #
-# | variable | meaning |
-# |---|---|
-# | `RANK` | number of this process, 0 to `WORLD_SIZE` - 1 |
-# | `WORLD_SIZE` | number of processes on all machines |
-# | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | the same, on this machine |
-# | `MASTER_ADDR`, `MASTER_PORT` | where they meet: a host and a port |
-#
-# `torchrun` sets these and some more (`GROUP_RANK`, `TORCHELASTIC_...`). If it starts
-# several processes on a machine and `OMP_NUM_THREADS` is not set, it sets it to 1, so
-# that they do not fight for the cores.
+# `torchrun` also sets `OMP_NUM_THREADS` to 1 if it starts several processes and you
+# have not set it, so that they do not fight for the cores.
 #
 # Until all `WORLD_SIZE` processes have come, `init_process_group` waits, mostly without
-# a word, and fails after minutes. This is the first hang that everybody meets: when a
-# job stays silent at its start, a process on another machine has often died, or the
-# address is another machine's.
+# a word, and fails after minutes: the first hang that everybody meets. Often a process
+# on another machine has died, or the address is another machine's.
 #
 # ## The meeting place
 #
 # How do processes find each other that know only one address? There, rank 0 opens a
 # *store*, a small dictionary that answers over the network (under `torchrun` the
-# launcher itself keeps it). Each rank writes into it where it listens, and reads where
-# the others do. This is called the *rendezvous*. Here are two ends of such a store.
+# launcher keeps it). Each rank writes there where it listens, and reads where the
+# others do: the *rendezvous*. Here are two ends of such a store.
 
 # %%
 import matplotlib.pyplot as plt
@@ -220,14 +193,20 @@ print("rank 1 has come:", there.check(["rank 1 listens at"]))
 # | `gloo` | CPUs, on any system | this course, tests, small things on the side |
 # | `mpi` | what the cluster's MPI can do | if PyTorch was built with it |
 #
-# The calls are the same for all, so what you learn on two CPU cores holds on GPUs. Only
-# the tensors must be where the backend expects them: for NCCL, on the rank's own GPU.
+# The calls are the same for all: who holds what, and in which order to call, you can
+# learn on two CPU cores. Three things are different on GPUs (not run here):
+#
+# - The tensors must be on the rank's own GPU.
+# - A call of NCCL returns when the work is *queued*. So a hang shows at a later line,
+#   the first that needs a number: `.item()`, `print`, `torch.cuda.synchronize()`.
+# - NCCL's `barrier` is an all-reduce of one number. If one rank calls `barrier` while
+#   another sums its loss, the two can pair up: no hang, and a wrong sum.
 #
 # ## Ranks that stay
 #
-# To try things out, the lab keeps ranks waiting behind the notebook. `%ranks 3` starts
-# them, and they join a process group; `%%ranks` at the top of a cell runs it on each of
-# them. Each has its own variables, and `rank` and `world_size` are set.
+# To try things out, the lab keeps ranks behind the notebook. `%ranks 3` starts them, and
+# they join a process group; `%%ranks` at the top of a cell runs it on each. Each has its
+# own variables, and `rank` and `world_size` are set.
 
 # %%
 # %load_ext ddp_lab
@@ -250,8 +229,8 @@ dist.broadcast(tensor, src=0)  # overwrites the tensor on the others
 tensor
 
 # %% [markdown]
-# `%pull` fetches a variable from the ranks, as a list with one value a rank. A colour
-# tells where a number comes from.
+# `%pull` fetches a variable, as a list with one value a rank. A colour tells where a
+# number comes from.
 
 # %%
 # %pull before
@@ -339,12 +318,12 @@ plt.show()
 
 # %% [markdown]
 # Only rank 0 can rely on the sum. On the others stands what was under way while it was
-# formed: 110 is ranks 1 and 2 without rank 0, and one cell even happens to be right.
-# `reduce` promises nothing about them. With `all_reduce`, everybody has the sum.
+# formed: 110 is ranks 1 and 2 without rank 0. `reduce` promises nothing about them.
+# With `all_reduce`, everybody has the sum.
 #
-# `reduce_scatter` leaves each rank with one part of the sum. An `all_gather` of these
-# parts makes an `all_reduce`, and that is how libraries do it for large tensors: there
-# is no rank through which everything has to go. What they are used for:
+# `reduce_scatter` leaves rank r with piece r of the sum. An `all_gather` of the pieces
+# makes an `all_reduce`, and that is how libraries do it for large tensors: there is no
+# rank through which everything has to go. What they are used for:
 #
 # | collective | who uses it for what |
 # |---|---|
@@ -353,9 +332,32 @@ plt.show()
 # | `reduce_scatter`, `all_gather` | FSDP: gradients and weights that are split |
 # | `gather`, `reduce`, `all_gather` | results for rank 0 to print |
 #
+# ## Some of the ranks, and without waiting
+#
+# `new_group` makes a group of some ranks; *all* ranks call it, also those left out. And
+# with `async_op=True` a collective returns at once, with a handle. The tensor belongs
+# to the collective until `wait()`; the time in between is yours. Notebook 03 shows what
+# DDP does with it.
+#
+# **Predict:** what does rank 1 hold at the end, of each of the two tensors?
+
+# %%
+# %%ranks
+pair = dist.new_group([0, 2])
+of_two, of_all = torch.tensor([10.0**rank]), torch.tensor([10.0**rank])
+if rank in (0, 2):
+    dist.all_reduce(of_two, group=pair)
+
+handle = dist.all_reduce(of_all, async_op=True)
+meanwhile = sum(range(1000))  # anything that leaves of_all alone
+handle.wait()
+of_two, of_all
+
+# %% [markdown]
 # ## The one rule, and what happens if you break it
 #
-# > All ranks call the same collectives, in the same order, with tensors of one shape.
+# > All ranks of a group call the same collectives, in the same order, with tensors of
+# > one shape.
 #
 # The classic way to break it looks harmless: only rank 0 should print the loss.
 #
@@ -380,34 +382,72 @@ except RanksStuck as error:
     print(error)
 
 # %% [markdown]
-# Read it from right to left. Each rank stands in a line of ours, and the two lines are
-# different collectives: rank 0 has entered one that the other has jumped over. So the
-# mistake is the `if` above the first of these lines.
+# Read it from right to left. The two lines are different collectives: rank 0 has
+# entered one that the other has jumped over. So the mistake is the `if` above it. The
+# cure: everybody adds up, and only the `print` stands under the `if`.
 #
-# Without the lab nothing would be shown. NCCL gives up after 10 minutes, gloo after 30,
-# unless you set `init_process_group(timeout=...)`, and all GPUs are paid for meanwhile.
+# Without the lab you wait for the timeout, 10 minutes with NCCL, 30 with gloo, unless
+# you set `init_process_group(timeout=...)`. And PyTorch has tools of its own:
 #
-# The cure: everybody adds up, rank 0 prints.
+# - the *flight recorder* remembers each rank's last collectives. NCCL can write them to
+#   files when it gives up (`TORCH_NCCL_DUMP_ON_TIMEOUT=1`); `torchfrtrace` compares them;
+# - `TORCH_DISTRIBUTED_DEBUG=DETAIL` compares the calls before they are made, which
+#   costs time; `set_debug_level` switches it on for groups made later;
+# - `py-spy dump --pid 4711`, a package of its own, prints where a running Python stands
+#   (not run here, nor are NCCL's files).
+#
+# **Predict:** the same mistake, with a timeout of two seconds, and then in detail. When
+# will rank 1 hear of it?
 
 # %%
 # %%ranks
-loss = torch.tensor([rank + 1.0])
-dist.all_reduce(loss)
-if rank == 0:
-    print("loss of the run:", loss.item() / world_size)
+import json
+from datetime import timedelta
+
+
+def end_of_epoch(group):
+    try:
+        if rank == 0:
+            dist.all_reduce(torch.ones(1), group=group)
+        dist.barrier(group)
+    except RuntimeError as error:
+        return str(error)
+
+
+end_of_epoch(dist.new_group(timeout=timedelta(seconds=2)))
+record = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
+print("after 2 s. The recorder's last entry:", record["entries"][-1]["profiling_name"])
+dist.set_debug_level(dist.DebugLevel.DETAIL)
+careful = dist.new_group()
+print(end_of_epoch(careful).split(", Tensor")[0].split(")")[0])
 
 # %% [markdown]
+# The timeout alone says that somebody did not come. The recorders of all ranks together
+# say who was where, and DETAIL says it at once, before anybody waits.
+#
+# A mistake can be worse than a hang. **Predict:** here rank 0 sums the loss and then
+# the hits, and the others the hits first. Which of the tools will complain?
+
+# %%
+# %%ranks
+loss, hits = torch.tensor([0.5]), torch.tensor([100.0])
+for tensor in (loss, hits) if rank == 0 else (hits, loss):
+    dist.all_reduce(tensor, group=careful)
+loss.item(), hits.item()
+
+# %% [markdown]
+# None: the calls were alike, so rank 0's loss was added to the others' hits.
+#
 # ## Leave as you came
 #
 # A process group holds threads, sockets, and on GPUs memory. `destroy_process_group`
-# gives them back, as in the last line of `hello.py`. A rank that ends without it may
-# leave the others waiting, and NCCL complains. It must be called after an exception
-# too, so put it into a `finally`, or use a `with` block that does it. The lab's is
+# gives them back: call it at the normal end of the program, on all ranks, as `hello.py`
+# does. Without it NCCL complains.
 #
-# ```
-# with join_world() as world:    # from ddp_lab import join_world
-#     train(world.rank, world.device)
-# ```
+# Do not put it into a `finally`. It waits for collectives that are under way, and after
+# an exception on one rank the others may never join in: the error stays hidden behind a
+# wait. Let it end the process; the launcher stops the others. The lab's
+# `with join_world() as world:` does just that.
 #
 # `%ranks off` ends our three ranks; with the notebook they end too.
 #
@@ -415,14 +455,14 @@ if rank == 0:
 #
 # - `torch.multiprocessing.spawn` starts a function in new processes, which must be able
 #   to import it. `torchrun` starts a program several times, also on several machines.
-# - A rank learns its place from arguments or from environment variables. `RANK` is
-#   unique in the run, `LOCAL_RANK` on the machine.
-# - `init_process_group` waits until all have come. They find each other through a store
-#   at `MASTER_ADDR` and `MASTER_PORT`.
-# - Collectives: all ranks call them, in the same order. Names with `all_` leave the
-#   result everywhere, the others on one rank.
-# - A collective under `if rank == 0` is a deadlock. The report shows two lines that are
-#   not the same collective.
+# - A rank learns its place from arguments or variables. `RANK` is unique in the run,
+#   `LOCAL_RANK` on the machine.
+# - `init_process_group` waits until all have come, through a store at `MASTER_ADDR`.
+# - Collectives: all ranks call them, in the same order. `broadcast`, `all_gather` and
+#   `all_reduce` leave one result on all ranks, `gather` and `reduce` on one rank;
+#   `scatter` and `reduce_scatter` leave each rank its own piece.
+# - A collective under `if rank == 0` is a deadlock; the same collectives in another
+#   order are a wrong number. Destroy the group at a normal end only.
 #
 # ## Exercises
 #
@@ -446,13 +486,12 @@ def place_from_environment(environ):
     # END SOLUTION
 
 
-# %%
 check(place_from_environment, "place_from_environment")
 
 # %% [markdown]
 # **2.** Collect the tensors of all ranks on rank 0: it returns them as a list, in the
-# order of the ranks, and the others return None. `check` tries it on 1, 2 and 3 ranks,
-# with several shapes.
+# order of the ranks, and the others return None. The argument keeps its values. `check`
+# tries it on 1, 2 and 3 ranks, with several shapes.
 
 
 # %%
@@ -466,7 +505,6 @@ def collect_on_rank_0(tensor):
     # END SOLUTION
 
 
-# %%
 check(collect_on_rank_0, "collect_on_rank_0")
 
 # %% [markdown] tags=["solution"]
@@ -478,7 +516,8 @@ check(collect_on_rank_0, "collect_on_rank_0")
 # sends one, and `dist.recv(tensor, src)` waits for one and overwrites the tensor.
 # (`isend` and `irecv` return a handle instead of waiting. Keep it, call its `wait()`,
 # and leave the tensor alone until then: if the handle is dropped, the message may never
-# arrive.) Write a broadcast.
+# arrive.) Write a broadcast with these four alone: afterwards `tensor` itself holds
+# the values of rank `src`.
 
 
 # %%
@@ -493,7 +532,6 @@ def broadcast_by_hand(tensor, src):
     # END SOLUTION
 
 
-# %%
 check(broadcast_by_hand, "broadcast_by_hand")
 
 # %% [markdown] tags=["solution"]

@@ -128,6 +128,12 @@ PICTURES = {
     "losses": lambda: plot_losses({"both": runs()}, "Two batch sizes, one curve"),
     "shards": lambda: plot_shards([[[0, 2], [1, 3]], [[3, 1], [0, 2]]]),
     "buckets": buckets,
+    "buckets over time": lambda: plot_buckets(
+        [("a", 10), ("b", 20)],
+        [["b"], ["a"]],
+        ready_s={"a": 0.2, "b": 0.1},
+        sent_s=[[0.1, 0.15], [0.2, 0.3]],
+    ),
     "ring": lambda: plot_ring(3 * 2**20),
     "memory": lambda: plot_memory(MEMORY, limit_bytes=100 * 2**20),
     "collective": collective,
@@ -327,6 +333,24 @@ def test_buckets_by_position_and_by_name_are_alike(tmp_path):
     assert hasattr(BucketDDP, "bucket_names")
 
 
+def test_buckets_over_time_show_when_they_left_and_what_was_hidden():
+    sizes = [("0.weight", 2**20), ("1.weight", 2**21), ("2.weight", 2**20)]
+    ready_s = {"2.weight": 5.0, "1.weight": 5.1, "0.weight": 5.2}
+    sent_s = [[5.1, 5.2], [5.2, 5.3]]
+    order = [["2.weight", "1.weight"], ["0.weight"]]
+    axes = plot_buckets(sizes, order, ready_s=ready_s, sent_s=sent_s).axes[0]
+    ticks = [[line[0][0] for line in c.get_segments()] for c in axes.collections]
+    assert ticks[0] == pytest.approx([0, 100])
+    assert ticks[1] == pytest.approx([200])
+    rectangles = [bar for container in axes.containers for bar in container]
+    assert [bar.get_x() for bar in rectangles] == pytest.approx([100, 200])
+    assert [bar.get_width() for bar in rectangles] == pytest.approx([100, 100])
+    assert axes.lines[0].get_xdata()[0] == pytest.approx(200)
+    assert {"3 MB ", "1 MB "} < set(texts(axes))
+    assert "(ms)" in axes.get_xlabel()
+    assert axes.get_title("left") == "50% of the sending lies behind the computing"
+
+
 # ---- memory ----------------------------------------------------------------------
 
 MEMORY = [
@@ -430,6 +454,21 @@ def test_what_moves_keeps_its_colour():
     assert "rank 0 deals out" in figure.get_suptitle()
     gathered = plot_collective("all_gather", PARTS[:2], [PARTS[:2]] * 2).axes[1]
     assert fills(gathered) == [shade(r) for r in (0, 0, 1, 1)] * 2
+
+
+def test_each_piece_of_a_reduce_scatter_stands_at_its_place():
+    whole = [torch.tensor([1.0, 2.0, 4.0]) * 10**rank for rank in range(3)]
+    pieces = list(sum(whole).split(1))
+    before, after = plot_collective("reduce_scatter", whole, pieces).axes
+    placed = {text.get_text(): text.get_position() for text in after.texts}
+    assert placed == {"111": (0, 0), "222": (1, 1), "444": (2, 2)}
+    for axes in (before, after):
+        labels = [tick.get_text() for tick in axes.get_xticklabels()]
+        assert labels == ["piece 0", "piece 1", "piece 2"]
+        assert list(axes.get_xticks()) == [0, 1, 2]
+    two = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0, 20.0, 30.0])]
+    uneven = plot_collective("reduce_scatter", two, list(sum(two).split([2, 1]))).axes
+    assert list(uneven[1].get_xticks()) == [0.5, 2]
 
 
 # ---- the ring --------------------------------------------------------------------
