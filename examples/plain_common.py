@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -19,21 +21,21 @@ def parse_arguments():
     parser.add_argument("--accumulate", type=int, default=1, help="backwards a step")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--num-workers", type=int, default=0, help="that load images")
-    parser.add_argument(
-        "--checkpoint", default="plain.pt", help="gone on with if there"
-    )
+    file = Path(sys.argv[0]).stem + ".pt"
+    parser.add_argument("--checkpoint", default=file, help="gone on with if there")
     return parser.parse_args()
 
 
-def micro_batch_size(args, world_size=1):
-    """How many images a rank holds at once."""
-    size, rest = divmod(args.global_batch_size, args.accumulate * world_size)
+def sizes(args, num_images, world_size=1):
+    """How many images a rank holds at once, and how many steps an epoch has."""
+    batch = args.global_batch_size
+    micro, rest = divmod(batch, args.accumulate * world_size)
+    parts = f"{world_size} ranks x {args.accumulate} backwards"
     if rest:
-        raise SystemExit(
-            f"--global-batch-size {args.global_batch_size} does not divide into "
-            f"{world_size} ranks x {args.accumulate} backwards"
-        )
-    return size
+        raise SystemExit(f"--global-batch-size {batch} does not divide into {parts}")
+    if batch > num_images:
+        raise SystemExit(f"--global-batch-size {batch}, of only {num_images} images")
+    return micro, num_images // batch  # the rest is left out
 
 
 def load_data(cifar10):
@@ -64,7 +66,11 @@ def count_right(model, batches, device):
 
 def load(path):
     """The checkpoint in this file; nothing, if there is none."""
-    return torch.load(path, map_location="cpu") if os.path.exists(path) else {}
+    if not os.path.exists(path):
+        return {}
+    state = torch.load(path, map_location="cpu")
+    print(f"{path}: going on after epoch {state['epoch']}", flush=True)
+    return state
 
 
 def save(state, path):

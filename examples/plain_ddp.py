@@ -1,8 +1,9 @@
 """ResNet-18 on several GPUs or CPU ranks, in plain PyTorch: a file to start from.
 
-torchrun --standalone --nproc-per-node 2 plain_ddp.py      On each of two machines:
-torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 plain_ddp.py
-Run again, it goes on after its last epoch. Started by python it is one rank.
+torchrun --standalone --nproc-per-node 2 plain_ddp.py        or on each of two machines
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
+    plain_ddp.py
+Run again with the same options, it goes on; rank 0's machine has the checkpoint.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0"}
 
 def main(args):
     os.environ.update({"MASTER_ADDR": "localhost", **ALONE, **os.environ})
-    on_gpu = torch.cuda.is_available()
+    on_gpu = torch.cuda.device_count() >= int(os.getenv("LOCAL_WORLD_SIZE", "1"))
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -35,13 +36,12 @@ def main(args):
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
 
     train, test = common.load_data(args.cifar10)
-    micro_batch_size = common.micro_batch_size(args, world_size)
+    micro_batch_size, num_steps = common.sizes(args, len(train), world_size)
     options = {"num_workers": args.num_workers, "pin_memory": on_gpu}
     sampler = DistributedSampler(train)
     batches = DataLoader(train, micro_batch_size, sampler=sampler, **options)
     share = Subset(test, range(rank, len(test), world_size))  # each image once
     test_batches = DataLoader(share, micro_batch_size, **options)
-    num_steps = len(train) // args.global_batch_size  # the rest is left out
     schedule = CosineAnnealingLR(optimizer, args.epochs * num_steps)
 
     parts = {"model": model.module, "optimizer": optimizer, "schedule": schedule}

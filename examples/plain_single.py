@@ -1,6 +1,6 @@
 """ResNet-18 on one GPU or CPU, in plain PyTorch; plain_ddp.py is the same on several.
 
-python plain_single.py       Run again, it goes on after its last epoch.
+python plain_single.py       Run again with the same options, it goes on.
 """
 
 import plain_common as common
@@ -20,11 +20,10 @@ def main(args):
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
 
     train, test = common.load_data(args.cifar10)
-    micro_batch_size = common.micro_batch_size(args)
+    micro_batch_size, num_steps = common.sizes(args, len(train))
     options = {"num_workers": args.num_workers, "pin_memory": on_gpu}
     batches = DataLoader(train, micro_batch_size, shuffle=True, **options)
     test_batches = DataLoader(test, micro_batch_size, **options)
-    num_steps = len(train) // args.global_batch_size  # the rest is left out
     schedule = CosineAnnealingLR(optimizer, args.epochs * num_steps)
 
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}

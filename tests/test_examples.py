@@ -119,7 +119,9 @@ def test_two_ranks_train_what_the_lab_trains(warm, tmp_path):
     ]
 
     stopped = tmp_path / "plain.pt-1"
-    assert warm.run(run_script, "plain_ddp", stopped, *accumulate)[0] == said[1:]
+    going_on, *again = warm.run(run_script, "plain_ddp", stopped, *accumulate)[0]
+    assert going_on == f"{stopped}: going on after epoch 1"
+    assert again == said[1:]
     assert_same_weights(path, stopped)
 
 
@@ -128,21 +130,25 @@ def test_one_device(tmp_path):
     said = run_script("plain_single", path)
     assert [line.partition(":")[0] for line in said] == ["epoch 1", "epoch 2"]
     stopped = tmp_path / "plain.pt-1"
-    assert run_script("plain_single", stopped) == said[1:]
+    going_on, *again = run_script("plain_single", stopped)
+    assert going_on == f"{stopped}: going on after epoch 1"
+    assert again == said[1:]
     assert_same_weights(path, stopped)
     with pytest.raises(SystemExit, match=r"24 does not divide into 1 ranks x 5 back"):
         run_script("plain_single", path, "--accumulate", "5")
+    with pytest.raises(SystemExit, match="batch-size 101, of only 100 images"):
+        run_script("plain_single", path, "--global-batch-size", "101")
 
 
 def test_as_its_first_lines_say(tmp_path):
     """Started by torchrun, all of it; then by python alone, with nothing left to do."""
     assert "torchrun --standalone --nproc-per-node 2 plain_ddp.py" in source(NAMES[2])
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for start, said in ((torchrun, 1), ([], 0)):
+    for start, said in ((torchrun, "epoch 1"), ([], "plain_ddp.pt")):
         command = [sys.executable, *start, str(EXAMPLES / "plain_ddp.py")]
         status, lines, complaints = run(
             [*command, "--epochs", "1"], tmp_path, OMP_NUM_THREADS="1"
         )
         assert status == 0, complaints
-        assert [line.partition(":")[0] for line in lines] == ["epoch 1"] * said
-        assert [path.name for path in tmp_path.iterdir()] == ["plain.pt"]
+        assert [line.partition(":")[0] for line in lines] == [said]
+        assert [path.name for path in tmp_path.iterdir()] == ["plain_ddp.pt"]

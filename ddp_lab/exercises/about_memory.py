@@ -157,7 +157,7 @@ _MICRO_BATCHES = Exercise(
         _case(64, 2, 10, 320),  # ... to the last byte
         _case(64, 1, 10, 320),  # two steps
         _case(64, 2, 10, 319),  # one byte too few
-        _case(96, 2, 10, 100),  # 48 = 5 x 9.6: only 6 x 8 comes out even
+        _case(96, 2, 10, 70),  # 48 / 7 rounds up to 7 steps: only 8 x 6 comes out even
         _case(21, 3, 10, 60),  # a prime share: one by one
     ),
     call=call_by_name,

@@ -165,7 +165,8 @@ def plot_buckets(
             ``BucketDDP.bucket_names`` does, in the order of sending.
         ready_s: when each gradient was ready, by name, on any clock, in seconds.
         sent_s: on the same clock, when each bucket left and when its sum was back.
-        title: one sentence; with times, by default how much of the sending was hidden.
+        title: one sentence; with times, by default how much of the sending ran while
+            gradients were still computed.
     """
     import matplotlib
     from matplotlib import pyplot
@@ -233,19 +234,20 @@ def _plot_flights(
             shades = [colours(i / max(1, len(named) - 1)) for i in row]
             axes.vlines(at, y - 0.3, y, colors=shades, linewidth=1.5)
             axes.barh(y + 0.17, back - left, left=left, height=0.24, color=FAINT)
-            total = num_bytes_text(sum(named[i][1] for i in row))
-            axes.text(left, y + 0.17, f"{total} ", ha="right", va="center", fontsize=8)
         line = {"color": INK, "linestyle": "--", "linewidth": 1}
         axes.axvline(computed_ms, **line)  # type: ignore[arg-type]
         axes.text(computed_ms, -0.5, "all computed ", ha="right", fontsize=8)
         axes.set_ylim(len(rows) - 0.5, -0.65)
-        axes.set_yticks(range(len(rows)), [f"bucket {k}" for k in range(len(rows))])
+        sizes = [num_bytes_text(sum(named[i][1] for i in row)) for row in rows]
+        labels = [f"bucket {k}\n{size}" for k, size in enumerate(sizes)]
+        axes.set_yticks(range(len(rows)), labels)
         axes.set_xlabel("time since the first gradient was ready (ms)")
         _layer_scale(figure, axes)
         total_ms = sum(back - left for left, back in flights_ms)
         hidden = [min(back, computed_ms) - left for left, back in flights_ms]
         share = sum(max(0.0, ms) for ms in hidden) / total_ms
-        axes.set_title(title or f"{share:.0%} of the sending lies behind the computing")
+        says = f"{share:.0%} of the sending runs while backward computes"
+        axes.set_title(title or says)
     return figure
 
 

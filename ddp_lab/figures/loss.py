@@ -136,7 +136,8 @@ def _set_loss_axis(
     if len(kept) < len(evals):  # the upper fifth is for arrows and their values
         high = max(high, max(losses) * (max(losses) / low) ** 0.28)
     axes.set_yscale("log", subs=())  # no ticks but those below
-    few = MaxNLocator(5)  # a narrow range may hold none of 1, 2, 5 and 10
+    axes.minorticks_off()
+    few = MaxNLocator(5, steps=[1, 2, 5, 10])  # a narrow range may hold no decade
     each = LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5))
     axes.yaxis.set_major_locator(each if high > 10 * low else few)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda loss, _: f"{loss:g}"))

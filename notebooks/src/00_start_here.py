@@ -5,7 +5,7 @@
 #
 # That question has a good answer in PyTorch: `DistributedDataParallel`, or DDP. This
 # lab lets you run the answer piece by piece, on any computer. No GPU is needed: two
-# processes on a CPU talk to each other in the same way as eight GPUs do.
+# processes on a CPU talk to each other by the same calls as eight GPUs do.
 #
 # At the end of this notebook you will be able to
 #
@@ -323,13 +323,14 @@ assert difference < 1e-3
 import tempfile
 from pathlib import Path
 
-from ddp_lab import LiveCurve, train
+from ddp_lab import LiveCurve
+from ddp_lab import train as train_resnet18
 
 scratch = tempfile.TemporaryDirectory()  # goes with the kernel
 folder = Path(scratch.name) / "first"
 config = TrainConfig(epochs=2, num_ranks=2, out=folder)
 curve = LiveCurve("ResNet-18 learns digits on two ranks")
-result = train(config, progress="none", on_record=curve)
+result = train_resnet18(config, progress="none", on_record=curve)
 
 print(f"{result['num_samples']} test images, right: ~ {result['accuracy']:.0%}")
 assert result["accuracy"] > 0.7
@@ -357,7 +358,7 @@ for path in sorted(folder.iterdir()):
 # ```
 #
 # And to start something of your own, [examples/plain_ddp.py](../examples/plain_ddp.py)
-# is the whole training in one file of plain PyTorch.
+# is the training in plain PyTorch; take `plain_common.py`, which loads the data, along.
 
 # %% [markdown]
 # ## Summary
@@ -365,7 +366,7 @@ for path in sorted(folder.iterdir()):
 # - A rank is a process. Ranks share nothing; they exchange tensors by collectives.
 # - Step 1, `init_process_group`: the ranks meet. Step 2, `DistributedDataParallel`: all
 #   start from the same weights and average their gradients. Step 3,
-#   `DistributedSampler`: each sample goes to one rank.
+#   `DistributedSampler`: each sample goes to one rank, apart from a rest.
 # - The batch size of a rank is the global batch size divided by the world size.
 # - Done right, the loss curve does not depend on the number of ranks.
 #
@@ -425,7 +426,8 @@ check(mean_over_ranks, "mean_over_ranks")
 # **3.** Take `loss.backward()` out of DDP's hands: in `train`, leave out the wrapper
 # (then it is `model.state_dict()` at the end). Predict which of the three printed lines
 # changes, and run it. Then put the wrapper back, and give `train` a global batch of 64
-# on 3 ranks. How large is the global batch really, and which check is missing?
+# on 3 ranks (and take the first two of the results). How large is the global batch
+# really, and which check is missing?
 
 # %% [markdown] tags=["solution"]
 # Only the second line changes: `weights equal: False`. The ranks start from the same

@@ -3,7 +3,7 @@
 #
 # > `torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 392.00 MiB.`
 #
-# This line is how most people come to several GPUs. It says that the memory is full,
+# This line is how many people come to several GPUs. It says that the memory is full,
 # and not of what. That is worth knowing, because some of it shrinks when you add GPUs,
 # and some does not.
 #
@@ -165,14 +165,16 @@ assert abs(measured / counted - 1) < 0.01
 # itself. On a GPU, ask for the most in the whole step (not run here):
 #
 # ```
-# torch.cuda.reset_peak_memory_stats()
+# torch.cuda.reset_peak_memory_stats()  # in the second step: momentum is there
 # F.cross_entropy(model(images), labels).backward()
+# optimizer.step()
 # print(torch.cuda.max_memory_allocated() / 2**20, "MB")
 # ```
 #
 # That is everything of PyTorch's: what is fixed, the activations, and tensors that live
 # for one operation only. The GPU holds still more, such as the CUDA context and the
-# buffers of NCCL. Leave a tenth free for what we do not count, until you have measured.
+# buffers of NCCL. Leave a tenth free for what we do not count, until you have measured:
+# all numbers of this lesson are counted on a CPU, and none was compared with a GPU.
 #
 # ## Which batch fits?
 #
@@ -202,13 +204,15 @@ plt.show()
 
 # %% [markdown]
 # The fixed part is the thin dark strip at the bottom; the activations grow with the
-# batch, and two batches tell all others. So 256 is what this GPU takes. But our recipe
+# batch, and two batches tell all others. (The gradients are counted at the peak, though
+# `zero_grad()` has freed them by then, unless you accumulate: that errs on the safe
+# side.) So 256 is what this GPU takes. But our recipe
 # wants a batch of 512. There are three ways out, and all attack the activations.
 #
 # ## First way: several GPUs
 #
 # Two GPUs take 256 photos each, at the same time. Each has a copy of the model, and
-# between backward and step the gradients are averaged over the GPUs.
+# before the step the gradients are averaged over the GPUs.
 #
 # A small network will show it, with 64 samples on two ranks. Each rank computes the
 # mean loss of its own 32.
@@ -286,7 +290,8 @@ assert torch.allclose(accumulate(net, 16, divide_by=4), whole, atol=1e-7)
 # SGD, at four times the learning rate. With micro-batches of different sizes, each
 # needs its share as its weight.
 #
-# The activations are those of one micro-batch, so this always fits. The price is time.
+# The activations are those of one micro-batch, so this fits whenever the fixed part and
+# one sample do. The price is time.
 # And there is fine print:
 
 # %%
@@ -306,7 +311,8 @@ assert off > 0.05
 # ## Third way: half the bytes
 #
 # Under `torch.autocast`, convolutions and matrix products take and give numbers of 2
-# bytes (`bfloat16`), and the activations are mostly those.
+# bytes, and the activations are mostly those. (Ask for `dtype=torch.bfloat16`: on GPUs
+# the default is `float16`.)
 #
 # **Predict:** a batch of 512 needs 10.6 GB of activations. How much under autocast,
 # exactly half?
@@ -317,9 +323,10 @@ before, after = rows[-1]["activations"], half["activations"]
 print(f"{before / GB:.1f} GB -> {after / GB:.1f} GB, that is {after / before:.0%}")
 
 # %% [markdown]
-# Nearly half. The max pooling keeps the *places* of its maxima, as integers of 8 bytes,
-# and autocast adds copies of the weights in 2 bytes. The parameters, gradients and the
-# optimiser's memory stay as they were.
+# Nearly half. (The photos themselves, 0.3 GB in 4 bytes, belong to whoever has loaded
+# them, and are not counted.) The max pooling keeps the *places* of its maxima, as
+# integers of 8 bytes, and autocast adds copies of the weights in 2 bytes. Parameters,
+# gradients and the optimiser's memory stay as they were.
 #
 # Now 512 fits on this GPU. The price is precision: 8 bits for the digits of a number
 # instead of 24. (With `float16` instead of `bfloat16` small gradients vanish, and you
@@ -333,8 +340,9 @@ print(f"{before / GB:.1f} GB -> {after / GB:.1f} GB, that is {after / before:.0%
 # > global batch size = micro-batch size x accumulation steps x number of ranks
 #
 # It decides how the model learns, so the learning rate goes with it. The micro-batch
-# size decides about memory, and only that. Many ways lead to 512. In the table DDP's
-# own memory counts too: it keeps a copy of all gradients, the buckets that it sends.
+# size decides about memory and time, and about what batch norm sees. Many ways lead to
+# 512. In the table DDP's own memory counts too: it keeps a copy of all gradients, the
+# buckets that it sends.
 #
 # **Predict:** which part of the memory does a second GPU not make smaller?
 
@@ -389,9 +397,9 @@ with plt.rc_context(style()):
     plt.show()
 
 # %% [markdown]
-# In the forward pass every layer adds something. The backward pass takes it away, last
-# layer first, and leaves gradients behind. The climb is steepest at the beginning.
-# Which layers are that?
+# In the forward pass nearly every layer adds something. The backward pass takes it
+# away, last layer first, and leaves gradients behind. The climb is steepest at the
+# beginning. Which layers are that?
 
 # %%
 own = {t.untyped_storage() for t in (*model.parameters(), *model.buffers())}
@@ -435,13 +443,14 @@ with plt.rc_context({**style(), "figure.figsize": (6.4, 3.4)}):
 # *this* network the number of parameters tells little about its memory, and the size of
 # its input more. For others it is the other way round, as in the first exercise. Put a
 # model of your own in the place of `resnet18`, with its inputs in `photos`, and look.
+# (The last two cells need one that is a chain of its children.)
 
 # %% [markdown]
 # ## Summary
 #
 # - Memory is parameters + gradients + optimiser, which are fixed, and activations,
 #   which grow with the batch and with the size of the input.
-# - The peak is at the end of the forward pass. Fake tensors tell it without a GPU.
+# - Here the peak is at the end of the forward pass. Fake tensors tell it without a GPU.
 # - More GPUs cost money, accumulation costs time, mixed precision digits. The first two
 #   leave the gradients as they are, if losses are averaged rightly and no layer looks
 #   at the whole batch.
@@ -519,8 +528,9 @@ def micro_batches(global_batch_size, world_size, bytes_per_sample, free_bytes):
 check(micro_batches, "micro_batches")
 
 # %% [markdown] tags=["solution"]
-# It is not enough to divide and round up: 48 samples of which 9 fit would be 6 steps of
-# 8, and not 5.33 of 9. One sample always fits, so the loop ends.
+# It is not enough to divide and round up: with 48 samples of which 7 fit, that gives 7
+# steps, which do not divide 48; the answer is 8 steps of 6. One sample always fits, so
+# the loop ends.
 
 # %% [markdown]
 # ## Next

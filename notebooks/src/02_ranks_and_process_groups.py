@@ -115,7 +115,8 @@ launch(worker, num_ranks=2)
 # `launch` gives `worker` no number: each rank reads its place from its environment.
 # `torchrun`, the launcher that comes with PyTorch, works the same way, also on several
 # machines: `torchrun --standalone --nproc-per-node 2 hello.py`. The script is step 1 as
-# you will write it, for GPUs and for CPUs: one line picks the `device`.
+# you will write it, for GPUs (those lines were not run here) and for CPUs: one line
+# picks the `device`.
 #
 # **Predict:** which of the three variables will differ between the two processes?
 
@@ -198,15 +199,15 @@ print("rank 1 has come:", there.check(["rank 1 listens at"]))
 #
 # - The tensors must be on the rank's own GPU.
 # - A call of NCCL returns when the work is *queued*. So a hang shows at a later line,
-#   the first that needs a number: `.item()`, `print`, `torch.cuda.synchronize()`.
+#   the first that waits for the GPU: `.item()`, `print`, `dist.barrier()`.
 # - NCCL's `barrier` is an all-reduce of one number. If one rank calls `barrier` while
 #   another sums its loss, the two can pair up: no hang, and a wrong sum.
 #
 # ## Ranks that stay
 #
-# To try things out, the lab keeps ranks behind the notebook. `%ranks 3` starts them, and
-# they join a process group; `%%ranks` at the top of a cell runs it on each. Each has its
-# own variables, and `rank` and `world_size` are set.
+# To try things out, the lab keeps ranks behind the notebook. `%ranks 3` starts them,
+# and they join a process group; `%%ranks` at the top of a cell runs it on each. Each
+# has its own variables, and `rank` and `world_size` are set.
 
 # %%
 # %load_ext ddp_lab
@@ -357,7 +358,7 @@ of_two, of_all
 # ## The one rule, and what happens if you break it
 #
 # > All ranks of a group call the same collectives, in the same order, with tensors of
-# > one shape.
+# > one shape and type.
 #
 # The classic way to break it looks harmless: only rank 0 should print the loss.
 #
@@ -389,12 +390,20 @@ except RanksStuck as error:
 # Without the lab you wait for the timeout, 10 minutes with NCCL, 30 with gloo, unless
 # you set `init_process_group(timeout=...)`. And PyTorch has tools of its own:
 #
-# - the *flight recorder* remembers each rank's last collectives. NCCL can write them to
-#   files when it gives up (`TORCH_NCCL_DUMP_ON_TIMEOUT=1`); `torchfrtrace` compares them;
+# - the *flight recorder* remembers each rank's last collectives. With NCCL they
+#   are written to files at a timeout (`TORCH_NCCL_DUMP_ON_TIMEOUT`; not run here), and
+#   `torchfrtrace` compares them;
 # - `TORCH_DISTRIBUTED_DEBUG=DETAIL` compares the calls before they are made, which
 #   costs time; `set_debug_level` switches it on for groups made later;
-# - `py-spy dump --pid 4711`, a package of its own, prints where a running Python stands
-#   (not run here, nor are NCCL's files).
+# - `py-spy dump --pid 4711`, a package of its own, prints where a running Python
+#   stands. For two processes of a script with this mistake (py-spy 0.4.3, run by hand):
+#
+# ```
+# all_reduce (torch/distributed/distributed_c10d.py:3913)    <- rank 0
+# end_of_epoch (stuck.py:8)
+# barrier (torch/distributed/distributed_c10d.py:6371)       <- rank 1
+# end_of_epoch (stuck.py:9)
+# ```
 #
 # **Predict:** the same mistake, with a timeout of two seconds, and then in detail. When
 # will rank 1 hear of it?
@@ -423,7 +432,8 @@ print(end_of_epoch(careful).split(", Tensor")[0].split(")")[0])
 
 # %% [markdown]
 # The timeout alone says that somebody did not come. The recorders of all ranks together
-# say who was where, and DETAIL says it at once, before anybody waits.
+# say who was where, and DETAIL says it as soon as all have come to *some* collective. A
+# rank that comes to none is named at the timeout.
 #
 # A mistake can be worse than a hang. **Predict:** here rank 0 sums the loss and then
 # the hits, and the others the hits first. Which of the tools will complain?

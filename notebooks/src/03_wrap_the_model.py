@@ -192,9 +192,9 @@ class NaiveDDP(nn.Module):
 
 # %% [markdown]
 # PyTorch's own is used in the same way, but nobody calls `average_gradients`: it has
-# put itself into `backward()`. Its lines below run on GPUs too: the model goes to the
-# rank's `device`, which `%ranks` has set as the script of notebook 02 does, and
-# `device_ids` names it.
+# put itself into `backward()`. The three lines that make it are also those for a GPU
+# (not run here): the model goes to the rank's `device`, as the script of notebook 02
+# sets it, and `device_ids` names it. The batch and its labels must go there as well.
 #
 # **Predict:** we start from two *different* seeds on purpose. How large is the largest
 # distance of the copies in 45 steps? How far apart are your DDP and PyTorch's?
@@ -272,7 +272,8 @@ assert torch.equal(by_ring, by_torch)
 # %% [markdown]
 # In a ring a rank sends 2 (W - 1) / W tensors: with 64 ranks 1.97, and never two.
 # Through rank 0, that rank would send 63. What grows is the number of messages, each
-# after the one before: 2 (W - 1). So for many ranks and small tensors NCCL, the library for GPUs, has
+# after the one before: 2 (W - 1). So for many ranks and small tensors NCCL, the library
+# for GPUs, has
 # [trees](https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/)
 # as well.
 #
@@ -355,9 +356,9 @@ assert naive_s > flat_s
 # %% [markdown]
 # Sixty messages cost more than one. Buckets can win only where sending runs beside the
 # computing; here both want the same two cores. Let us watch PyTorch's own at it, with
-# ResNet-18. By default its buckets hold 25 MB, the first only 1 MB, so that sending
-# starts early. A *communication hook* is called when a bucket is full, and has to sum
-# it; ours also notes when it left and when the sum was back.
+# ResNet-18. By default a bucket is closed when it has reached 25 MB, the first already
+# at 1 MB, so that sending starts early. A *communication hook* is called when a bucket
+# is full, and has to sum it; ours also notes when it left and when the sum was back.
 #
 # **Predict:** 62 gradients, three buckets. Which of the buckets is still under way when
 # backward has computed everything?
@@ -385,9 +386,10 @@ for _ in range(2):
     wrapped(torch.rand(16, 3, 64, 64)).sum().backward()
 
 # %% [markdown]
-# We look at the second pass: in the first, PyTorch learns the order in which gradients
-# come, and packs its buckets then ([Li et al., 2020](https://arxiv.org/abs/2006.15704)).
-# A tick is a gradient that is ready, a bar a bucket under way.
+# We look at the second pass: in the first everything is one bucket, and PyTorch learns
+# the order in which gradients come, to pack its buckets by it
+# ([#35137](https://github.com/pytorch/pytorch/pull/35137)). A tick is a gradient that
+# is ready, a bar a bucket under way.
 
 # %%
 # %pull ready 0
@@ -401,9 +403,10 @@ plot_buckets(sizes[::-1], order, ready_s=dict(ready), sent_s=times)
 plt.show()
 
 # %% [markdown]
-# The first bucket is on its way while most layers are still to be computed. The last
-# one holds the first layers: when it is full, backward has nothing left to compute, and
-# the rank waits.
+# The first bucket is on its way while most layers are still to be computed. Whether it
+# is back in time depends on the network: on these cores, sending takes longer than
+# computing. But even on a fast one the last bucket is under way: it holds the first
+# layers, and when it is full, backward has nothing left to compute, and the rank waits.
 #
 # ## A gradient that never comes
 #
@@ -413,6 +416,9 @@ plt.show()
 
 # %%
 # %%ranks
+import re
+
+
 class TwoHeads(nn.Module):
     def __init__(self):
         super().__init__()
@@ -430,7 +436,7 @@ for options in ({}, {"find_unused_parameters": True}):
             F.cross_entropy(wrapped(x), y).backward()
         print(options, "two steps, and no error")
     except RuntimeError as error:
-        first, indices = str(error).split(". ")[0], str(error).split("\n")[1]
+        first, *_, indices, _ = re.split(r"\. |\n", str(error))
         print(f"{where}: {first}. {indices}")
 
 # %% [markdown]
