@@ -37,7 +37,9 @@ def _gradients(rank: int) -> dict[str, torch.Tensor | None]:
 class _Messages(TorchDispatchMode):
     """Count what goes to other ranks, however torch.distributed is called."""
 
-    num_sent = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_sent = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -404,8 +404,8 @@ plt.show()
 
 # %% [markdown]
 # The first bucket is on its way while most layers are still to be computed. Whether it
-# is back in time depends on the network: on these cores, sending takes longer than
-# computing. But even on a fast one the last bucket is under way: it holds the first
+# is back before the dashed line depends on the network (here on the cores, and on what
+# else they do). But the last bucket is always under way there: it holds the first
 # layers, and when it is full, backward has nothing left to compute, and the rank waits.
 #
 # ## A gradient that never comes

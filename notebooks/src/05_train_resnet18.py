@@ -288,8 +288,8 @@ for line in unified_diff(single, several, n=0, lineterm=""):
 #
 # The next cell runs both as a terminal would, and marks what varies by a tilde.
 #
-# **Predict:** the second file starts two ranks, under `torchrun`. How many lines will
-# it print?
+# **Predict:** the second file runs on two ranks, under `torchrun`. How many lines will
+# it print after an epoch?
 
 # %%
 import re
@@ -312,14 +312,14 @@ def terminal(command):
     return done.stdout
 
 
-options = "--epochs 2 --checkpoint"
+options = "--epochs 1 --checkpoint"
 said = terminal(f"python {examples}/plain_single.py {options} single.pt")
 torchrun = "torchrun --standalone --nproc-per-node 2"
 of_ddp = terminal(f"{torchrun} {examples}/plain_ddp.py {options} ddp.pt")
 
 # %% [markdown]
-# One line an epoch, from rank 0. The two need not agree to the last image: they draw
-# the images in another order, and BatchNorm sees 64 of them or 32. The next notebook
+# One, from rank 0. The two numbers need not agree, least of all after so few steps: the
+# images come in another order, and BatchNorm sees 64 of them or 32. The next notebook
 # takes these differences away, and then the curves are one.
 #
 # ## The same with curves, records and checkpoints
