@@ -18,8 +18,7 @@
 # %% [markdown]
 # ## One program, started twice
 #
-# First a helper: `run("-m", "this")` is `python -m this` in a terminal. The files that
-# we write go with the notebook's kernel.
+# First a helper: `run("-m", "this")` is `python -m this` in a terminal.
 
 # %%
 import os
@@ -64,8 +63,6 @@ if __name__ == "__main__":
     mp.spawn(worker, args=(2, int(sys.argv[1])), nprocs=2)  # worker(0, 2, ...), ...
 
 # %% [markdown]
-# In a terminal the next cell would be `python two_ranks.py 29500`, with any free port.
-#
 # **Predict:** the ranks hold 1 and 2. Which lines will be printed?
 
 # %%
@@ -158,8 +155,7 @@ run(*torchrun, "--nproc-per-node", "2", "hello.py")
 # have not set it, so that they do not fight for the cores.
 #
 # Until all `WORLD_SIZE` processes have come, `init_process_group` waits, mostly without
-# a word, and fails after minutes: the first hang that everybody meets. Often a process
-# on another machine has died, or the address is another machine's.
+# a word, and fails after minutes: the first hang that everybody meets.
 #
 # ## The meeting place
 #
@@ -192,7 +188,6 @@ print("rank 1 has come:", there.check(["rank 1 listens at"]))
 # |---|---|---|
 # | `nccl` | NVIDIA GPUs (as RCCL: AMD) | training on GPUs |
 # | `gloo` | CPUs, on any system | this course, tests, small things on the side |
-# | `mpi` | what the cluster's MPI can do | if PyTorch was built with it |
 #
 # The calls are the same for all: who holds what, and in which order to call, you can
 # learn on two CPU cores. Three things are different on GPUs (not run here):
@@ -262,8 +257,7 @@ at_all = [torch.zeros(1) for _ in range(world_size)]
 dist.all_gather(at_all, product)
 
 # %% [markdown]
-# The receiver must bring room for what comes, of the right shape and type. Nothing is
-# sent but the numbers themselves.
+# The receiver must bring room for what comes, of the right shape and type.
 
 # %%
 # %pull dealt
@@ -337,8 +331,7 @@ plt.show()
 #
 # `new_group` makes a group of some ranks; *all* ranks call it, also those left out. And
 # with `async_op=True` a collective returns at once, with a handle. The tensor belongs
-# to the collective until `wait()`; the time in between is yours. Notebook 03 shows what
-# DDP does with it.
+# to the collective until `wait()`; the time in between is yours.
 #
 # **Predict:** what does rank 1 hold at the end, of each of the two tensors?
 
@@ -396,14 +389,8 @@ except RanksStuck as error:
 # - `TORCH_DISTRIBUTED_DEBUG=DETAIL` compares the calls before they are made, which
 #   costs time; `set_debug_level` switches it on for groups made later;
 # - `py-spy dump --pid 4711`, a package of its own, prints where a running Python
-#   stands. For two processes of a script with this mistake (py-spy 0.4.3, run by hand):
-#
-# ```
-# all_reduce (torch/distributed/distributed_c10d.py:3913)    <- rank 0
-# end_of_epoch (stuck.py:8)
-# barrier (torch/distributed/distributed_c10d.py:6371)       <- rank 1
-# end_of_epoch (stuck.py:9)
-# ```
+#   stands. Here (run by hand) rank 0's stack began with `all_reduce`, called from
+#   `end_of_epoch (stuck.py:8)`, and rank 1's with `barrier`, from line 9.
 #
 # **Predict:** the same mistake, with a timeout of two seconds, and then in detail. When
 # will rank 1 hear of it?
@@ -458,8 +445,6 @@ loss.item(), hits.item()
 # an exception on one rank the others may never join in: the error stays hidden behind a
 # wait. Let it end the process; the launcher stops the others. The lab's
 # `with join_world() as world:` does just that.
-#
-# `%ranks off` ends our three ranks; with the notebook they end too.
 #
 # ## Summary
 #

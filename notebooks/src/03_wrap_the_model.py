@@ -416,9 +416,6 @@ plt.show()
 
 # %%
 # %%ranks
-import re
-
-
 class TwoHeads(nn.Module):
     def __init__(self):
         super().__init__()
@@ -436,8 +433,8 @@ for options in ({}, {"find_unused_parameters": True}):
             F.cross_entropy(wrapped(x), y).backward()
         print(options, "two steps, and no error")
     except RuntimeError as error:
-        first, *_, indices, _ = re.split(r"\. |\n", str(error))
-        print(f"{where}: {first}. {indices}")
+        lines = str(error).splitlines()
+        print(f"{where}: {lines[0].split('. ')[0]}. {lines[-2]}")
 
 # %% [markdown]
 # In the second, as the bucket of the first has still not left. The numbers are places

@@ -286,20 +286,14 @@ for line in unified_diff(single, several, n=0, lineterm=""):
 # statistics are each rank's own, so before the test all take rank 0's; and only rank 0
 # reads and writes the checkpoint, as other machines may have another disk.
 #
-# The next cell runs both as a terminal would, and marks what varies by a tilde.
-#
-# **Predict:** the second file runs on two ranks, under `torchrun`. How many lines will
-# it print after an epoch?
+# A helper runs a command as a terminal would, and marks what varies by a tilde.
+
 
 # %%
 import re
 import shlex
 import subprocess
 import sys
-import tempfile
-
-scratch = tempfile.TemporaryDirectory()  # goes with the kernel
-home = Path(scratch.name)
 
 
 def terminal(command):
@@ -312,10 +306,20 @@ def terminal(command):
     return done.stdout
 
 
+# %% [markdown]
+# **Predict:** the second file runs on two ranks, under `torchrun`. How many lines will
+# it print after an epoch?
+
+# %%
+import tempfile
+
+scratch = tempfile.TemporaryDirectory()  # goes with the kernel
+home = Path(scratch.name)
 options = "--epochs 1 --checkpoint"
 said = terminal(f"python {examples}/plain_single.py {options} single.pt")
 torchrun = "torchrun --standalone --nproc-per-node 2"
 of_ddp = terminal(f"{torchrun} {examples}/plain_ddp.py {options} ddp.pt")
+assert all("of 360 right" in text for text in (said, of_ddp))
 
 # %% [markdown]
 # One, from rank 0. The two numbers need not agree, least of all after so few steps: the
@@ -343,6 +347,7 @@ workers.run(fit_on_rank, longer, home / "runs/notebook", data, **options)
 workers.close()
 
 run = Run.open(home / "runs/notebook")
+new = run.history.steps
 right = [line["num_correct"] for line in run.history.evals]
 print("right after each epoch:", *[f"~ {n}" for n in right])
 assert DATASET != "digits" or right[-1] > 250
@@ -358,7 +363,6 @@ assert DATASET != "digits" or right[-1] > 250
 # "Mended" is the run of the lab, and in the first row `plain_ddp.py`.
 
 # %%
-new = run.history.steps
 new_model = torch.load(run.folder / "checkpoint.pt", weights_only=True)["model"]
 outputs = [len(weights["fc.bias"]) for weights in (old_weights, new_model)]
 num_ranks = len(new[0]["local"])
@@ -378,6 +382,7 @@ rows = [
 ]
 for what, before, after in rows:
     print(f"{what:34}{before:>12}{after:>12}")
+assert (outputs, batch, new_off < 1e-3) == ([1000, K], 64, True)
 
 # %% [markdown]
 # One row is a surprise: after two epochs the old script is ahead in the test. Its batch
@@ -388,30 +393,22 @@ for what, before, after in rows:
 #
 # ## What the run leaves behind
 #
-# `Run.open` has read the run's folder. Each line of its history has the run's numbers,
-# and apart from them, under `local`, those of each rank.
-
-# %%
-print(sorted(path.name for path in run.folder.iterdir()))
-line = run.history.steps[-1]
-print("epoch", line["epoch"], "step", line["step"], "ranks", len(line["local"]))
-mean = sum(own["loss"] for own in line["local"]) / len(line["local"])
-print(f"mean of the local losses ~ {mean:.4f}, the run's ~ {line['loss']:.4f}")
-assert abs(mean - line["loss"]) < 1e-5
-
-# %% [markdown]
-# Equal shares, so the plain mean is the loss of the run. Drawn from the same file, this
-# is how far off a script is that prints rank 0's loss, step by step:
+# `Run.open` has read the run's folder. A line of its history has the run's numbers, and
+# under `local` those of each rank: their mean is the run's loss, as the shares are
+# equal. From the same file, this is how far off a script is that prints rank 0's loss.
 
 # %%
 import matplotlib.pyplot as plt
 
 from ddp_lab import rank_colour, style
 
+print(sorted(path.name for path in run.folder.iterdir()))
+mean = sum(own["loss"] for own in new[-1]["local"]) / num_ranks
+assert abs(mean - new[-1]["loss"]) < 1e-5
+
 with plt.rc_context({**style(), "figure.figsize": (6.4, 2.6)}):
     figure, axes = plt.subplots()
-    steps = run.history.steps
-    off = [100 * (line["local"][0]["loss"] / line["loss"] - 1) for line in steps]
+    off = [100 * (line["local"][0]["loss"] / line["loss"] - 1) for line in new]
     axes.plot(range(1, len(off) + 1), off, color=rank_colour(0))
     axes.axhline(0, color="#222222")
     axes.set(xlabel="optimiser step", ylabel="rank 0 off the run's loss (%)")
@@ -422,30 +419,20 @@ with plt.rc_context({**style(), "figure.figsize": (6.4, 2.6)}):
 # Rank 1's line would be the mirror image. As the loss falls, a few hard images decide
 # over it, and it matters more and more which rank has got them.
 #
-# ## From the terminal
+# ## From the terminal, under torchrun, and going on
 #
-# Every setting is an option of `python -m ddp_lab.train`. 256 images keep it short.
+# Every setting is an option of `python -m ddp_lab.train`, which starts its ranks
+# itself. On several GPUs or machines `torchrun` starts them, and the program joins.
+# `--resume` goes on where a run's checkpoint stands, with the settings written there:
+# the second command takes the run of the first one through another epoch.
+#
+# **Predict:** 256 images are 4 steps an epoch. Which steps will the history hold?
 
 # %%
 said = terminal(
     "python -m ddp_lab.train --device cpu --num-ranks 2 --image-size 16 --epochs 1 "
     "--limit-train 256 --lr 0.025 --schedule constant --out runs/terminal"
 )
-# %% [markdown]
-# The program started its two ranks itself, and its last line says where the picture is.
-# After four steps the test result is no better than a guess: BatchNorm's running
-# averages have hardly begun to follow the weights.
-#
-# ## Under torchrun, and going on
-#
-# On several GPUs or machines, `torchrun` starts the processes, and the program joins
-# them. `--resume` opens a run's folder and goes on where its checkpoint stands, with
-# the settings written there. So this continues the run of the cell above for a second
-# epoch, under another launcher.
-#
-# **Predict:** 256 images are 4 steps an epoch. Which steps will the history hold?
-
-# %%
 said = terminal(f"{torchrun} -m ddp_lab.train --resume runs/terminal --epochs 2")
 resumed = Run.open(home / "runs/terminal")
 print("steps:", [line["step"] for line in resumed.history.steps])
@@ -454,8 +441,10 @@ assert [line["epoch"] for line in resumed.history.evals] == [1, 2]
 
 # %% [markdown]
 # One history without a seam: weights, momentum, order of the images and learning rate
-# were those that the first part left. `config.json` and `environment.json` tell what
-# was run and where, and `loss.png` is the curve. To use the weights elsewhere:
+# were those that the first part left. (After so few steps the test is no better than a
+# guess: BatchNorm's running averages have hardly begun to follow.) `config.json` and
+# `environment.json` tell what was run and where, and `loss.png` is the curve. To use
+# the weights elsewhere:
 #
 # ```
 # state = torch.load("runs/terminal/checkpoint.pt", weights_only=True)
