@@ -133,10 +133,9 @@ assert old[-1]["loss"] < old[0]["loss"]
 # ## Slip 1: an argument that nobody gives
 #
 # `torch.distributed.launch`, the launcher before `torchrun`, passed `--local_rank` to
-# each process. `torchrun` does not: it sets `LOCAL_RANK` in the environment (PyTorch
-# docs, [Transitioning from torch.distributed.launch to
-# torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html)). The argument keeps
-# its default.
+# each process. `torchrun` sets `LOCAL_RANK` in the environment instead
+# ([docs](https://docs.pytorch.org/docs/stable/elastic/run.html), "Environment
+# Variables"). The argument keeps its default.
 
 # %%
 who = [local_rank for local_rank, _ in old_results]
@@ -224,8 +223,8 @@ assert 0 < old_off < worst < 2
 
 # %% [markdown]
 # Whoever compares two runs by such numbers compares the luck of rank 0. The mean of an
-# epoch hides the luck of steps, and hides a fault as well: if rank 1's data are broken,
-# rank 0's loss does not know.
+# epoch hides the luck of steps, and faults as well: broken data of rank 1 show in rank
+# 0's loss only by what they do to the weights.
 #
 # ## Slip 6: nobody asks what was learnt
 #
@@ -261,7 +260,7 @@ assert DATASET != "digits" or old_right > 100
 #
 # `examples` holds the same training twice, in plain PyTorch: `plain_single.py` for one
 # device, `plain_ddp.py` for several. What both do alike, such as loading the data, is
-# in `plain_common.py`. The difference is all that this course has taught so far.
+# in `plain_common.py`. The difference is mostly what this course has taught so far.
 #
 # **Predict:** which lines go, which come? Look for step 1, step 2 and step 3.
 
@@ -282,9 +281,10 @@ for line in unified_diff(single, several, n=0, lineterm=""):
 # Read it against the slips. The rank comes from the environment (1), the batch from the
 # world size (3), and what is printed is a sum over ranks (5, 6). The loop never asks
 # for the loss (7). Two things you know from lessons 03 and 04: `no_sync`, and one seed
-# for the model but another for each rank's crops. And two are new: BatchNorm's running
-# statistics are each rank's own, so before the test all take rank 0's; and only rank 0
-# reads and writes the checkpoint, as other machines may have another disk.
+# for the model but another for each rank's crops. And two are new: since DDP's last
+# copy of rank 0's, each rank's BatchNorm has averaged on its own, so before the test
+# all take rank 0's statistics; and only rank 0 reads and writes the checkpoint, as
+# other machines may have another disk.
 #
 # A helper runs a command as a terminal would, and marks what varies by a tilde.
 
@@ -386,10 +386,10 @@ assert (outputs, batch, new_off < 1e-3) == ([1000, K], 64, True)
 
 # %% [markdown]
 # One row is a surprise: after two epochs the old script is ahead in the test. Its batch
-# is half of what was meant, so two epochs were twice as many steps, and on so small a
-# task steps are what counts: after as many steps, the mended run is there as well. This
-# is how slips live on: nothing complains, and the result looks fine, for a reason that
-# nobody wrote down. On eight GPUs the same script would make a quarter of these steps.
+# is half of what was meant, so two epochs were twice as many steps; after as many
+# steps, the mended run is there as well, so steps are the likely reason. (One run each,
+# and the rates differ too.) This is how slips live on: nothing complains, and the
+# result looks fine.
 #
 # ## What the run leaves behind
 #
@@ -416,7 +416,7 @@ with plt.rc_context({**style(), "figure.figsize": (6.4, 2.6)}):
     plt.show()
 
 # %% [markdown]
-# Rank 1's line would be the mirror image. As the loss falls, a few hard images decide
+# As the loss falls, a few hard images decide
 # over it, and it matters more and more which rank has got them.
 #
 # ## From the terminal, under torchrun, and going on
@@ -452,13 +452,13 @@ assert [line["epoch"] for line in resumed.history.evals] == [1, 2]
 # model.load_state_dict(state["model"])
 # ```
 #
-# They carry no `module.` in their names, so no DDP is needed to load them.
+# They carry no `module.` in their names, so no DDP is needed to load them. Call
+# `model.eval()`, and scale images as the run did, by its `mean` and `std`.
 
 # %% [markdown]
 # ## Summary
 #
-# - From one device to several: a dozen places of the script change, and no others. Take
-#   `plain_ddp.py` home.
+# - From one device to several, eight places of `main` change. Take `plain_ddp.py` home.
 # - A rank learns who it is from the environment; its batch is computed from the world
 #   size; the model has as many outputs as there are classes.
 # - The loss of the run is a sum over ranks, divided by the number of samples. What one
@@ -502,8 +502,9 @@ check(global_loss, "global_loss")
 
 # %% [markdown]
 # **2.** One rank's loss is NaN, and it leaves the loop. The others wait for it in the
-# next all-reduce, for ever. A decision to stop must be the same on all ranks: return
-# True on each of them if at least one rank's `wants_to_stop` is True, else False.
+# next all-reduce, until its timeout. A decision to stop must be the same on all ranks:
+# return True on each of them if at least one rank's `wants_to_stop` is True, else
+# False.
 
 
 # %%
@@ -525,10 +526,11 @@ check(should_stop, "should_stop")
 # step, also those that want to go on.
 
 # %% [markdown]
-# **3.** Choose another `DATASET` at the top, or put three folders of your own photos
-# into `data/train` and `data/test` and choose `"folder"`. Before you run it, predict
-# the first loss of the old script and of the mended one, and how many parameters of the
-# old one are idle: with three classes, and with 100.
+# **3.** Choose another `DATASET` at the top, or put 64 or more photos into three
+# folders in `notebooks/data/train`, others into folders of the same names in
+# `notebooks/data/test`, and choose `"folder"`. Before you run it, predict the first
+# loss of the old script and of the mended one, and how many parameters of the old one
+# are idle: with three classes, and with 100.
 
 # %% [markdown] tags=["solution"]
 # The old script begins near ln 1000 = 6.9 each time; the mended one at ln 3 = 1.1 or

@@ -8,8 +8,8 @@
 # - the ranks compute something else than was meant: a mistake, which can be found by
 #   measuring;
 # - a layer looks at all the images that it is given, as BatchNorm does: no mistake, but
-#   another function on each number of ranks; - the global batch is another one: another
-#   training, which wants another learning rate.
+#   another function on each number of ranks;
+# - the global batch is another one, and wants another learning rate.
 #
 # At the end of this notebook you will be able to
 #
@@ -320,8 +320,8 @@ assert furthest(alone, synced) < 1e-7
 ranks.close()
 
 # %% [markdown]
-# On the curve, to the last digits. In float32 it leaves it after some steps, because
-# this network amplifies rounding: whoever looks for mistakes, looks in float64.
+# On the curve, to the last digits. In float32 it may leave it after some steps, where a
+# network amplifies rounding: whoever looks for mistakes, looks in float64.
 #
 # PyTorch's costs an all-gather a layer forward and an all-reduce backward, both small,
 # and each waits for the slowest rank. So it is for few images a rank; otherwise keep
@@ -411,7 +411,7 @@ plt.show()
 # lines are seeds, thick ones their median. At 4 times the batch the old rate is slow,
 # and both rules come near the grey curve. At 16 times the linear rule fails: its first
 # steps throw the loss up, and most seeds never make up for it. After a warm-up the same
-# rate is borne, and comes out in front.
+# rate is borne, and comes out in front, but short of the grey curve.
 #
 # At new weights this net's loss is steep, and a long step overshoots; short ones lead
 # to where it is flatter ([Kalra and Barkeshli 2024](https://arxiv.org/abs/2406.09405)
@@ -430,9 +430,10 @@ plt.show()
 #
 # **Adam** is another matter: it divides a gradient by its running size, so only the
 # noise changes with the batch. Its rule is the *square root* for the rate, with 1 -
-# beta times k for both betas ([Malladi et al. 2022](https://arxiv.org/abs/2205.10287)),
-# as long as noise outweighs the gradient; beyond, the best rate can even fall ([Li et
-# al. 2024](https://arxiv.org/abs/2405.14578)).
+# beta times k for both betas ([Malladi et al.
+# 2022](https://arxiv.org/abs/2205.10287)), as long as noise outweighs the gradient;
+# beyond, the best rate can even fall ([Li et al.
+# 2024](https://arxiv.org/abs/2405.14578)).
 #
 # `ddp_lab.train` uses SGD and has both rules: `--lr 0.1 --lr-batch-size 256
 # --lr-scaling linear --warmup-epochs 5 --schedule cosine`. If a model learns worse on
@@ -525,7 +526,8 @@ check(warm_up, "warm_up")
 # %% [markdown] tags=["solution"]
 # The order of the two cases also keeps a warm-up of 0 steps from dividing by 0.
 # PyTorch's own is `LinearLR(optimizer, lr / full, total_iters=num_warmup_steps)`,
-# stepped after each optimiser step.
+# for an optimiser made with `full`, stepped after each optimiser step; it needs at
+# least one step of warm-up, and a full rate that is no smaller than `lr`.
 
 # %% [markdown]
 # ## Next

@@ -77,7 +77,7 @@ torch.save(state, checkpoint := io.BytesIO())  # a file in memory
 
 # %% [markdown]
 # One run went through, the other stopped after step 20, in the middle of its first
-# epoch. Of the three parts and the step, most scripts save the weights alone.
+# epoch. Of the three parts and the step, many scripts save the weights alone.
 #
 # **Predict:** you go on from the weights alone. What will the curve do at the seam?
 
@@ -303,16 +303,17 @@ print("same weights:", same_weights("asked", "whole"))
 #
 # | who asks | how | then |
 # |---|---|---|
-# | Slurm: preemption | SIGTERM; SIGKILL after `GraceTime` (default **0 s**) | requeue |
+# | Slurm: preemption | SIGTERM; SIGKILL after `GraceTime`, often **0 s** | requeue? |
 # | Slurm: time limit | USR1, by `--signal=USR1@120` | on 75 `scontrol requeue` |
 # | Kubernetes | SIGTERM; SIGKILL after 30 s | the Job starts a new pod |
 # | spot instances | a notice, minutes or less | another machine |
 # | torchrun, told to stop | passes it on; SIGKILL after 30 s | it ends with status 1 |
 #
 # Each wait must be longer than a step and a save. `scontrol show partition` tells the
-# `GraceTime`; `TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100` gives torchrun's ranks 100 s. USR1
-# kills torchrun, unless `--signals-to-handle` names it. `ddp_lab.train` treats USR1
-# like SIGTERM. What all of them need is a folder that outlives the machine.
+# `GraceTime`; `TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100` gives the ranks 100 s when torchrun
+# is told to stop. USR1 kills torchrun, unless it is named: `--signals-to-handle
+# SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1`. `ddp_lab.train` treats USR1 like SIGTERM. What
+# all of them need is a folder that outlives the machine.
 #
 # ## The other kill
 #
@@ -338,10 +339,10 @@ print("last loss: step", max(before), " checkpoint: step", newest["progress"]["s
 # Could it go on alone? DDP cannot: its *process group* was made for two ranks, and each
 # collective waits for all of them. Those that live would have to agree on who that is,
 # make a new group, and share the batch out anew.
-# [torchft](https://github.com/pytorch/torchft) does that between two steps (its authors
-# call it an alpha prototype), and PyTorch has begun with `shrink_group`, for NCCL only.
-# (Neither was run here.) The usual way is simpler: end *all*, and start anew from the
-# last checkpoint.
+# [torchft](https://github.com/pytorch/torchft) does the first two between two steps
+# (its authors call it an alpha prototype; with its own sampler the lost rank's samples
+# are left out), and PyTorch has begun with `shrink_group`. (Neither was run here.) The
+# usual way is simpler: end *all*, and start anew from the last checkpoint.
 #
 # Say that the machine of rank 1 is broken, and there is no other. The run goes on with
 # a single rank: the global batch stays 32, so it takes all 32 images of a step.
@@ -430,10 +431,11 @@ plt.show()
 # anew. (The checkpoint after each epoch is left out here.)
 #
 # On several machines it works in the same way: each runs a `torchrun`, and all of them
-# meet anew after a failure. With `--nnodes 1:2` the run is *elastic*: it starts again
-# with the machines that are left, one or two, and once more when the second is back
-# ([PyTorch docs](https://docs.pytorch.org/docs/stable/elastic/quickstart.html)). Each
-# time, ranks and world size may be others: what you saw above with one rank.
+# meet anew after a failure. With `--nnodes 1:2` it is *elastic*: it starts again
+# without the second machine, and once more when that is back (if
+# `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` is set on both; torch 2.14 otherwise lets the
+# newcomer wait in vain). The endpoint's machine must stay: with it goes the meeting
+# place.
 #
 # ## How often to save
 #

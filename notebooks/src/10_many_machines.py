@@ -299,8 +299,8 @@ read_ranks(task)
 #
 # A TrainJob of Kubeflow starts `torchrun` in each pod and passes its options in the
 # environment: torchrun reads `PET_NNODES` for `--nnodes`, and so on. (The older
-# PyTorchJob sets `RANK` and `WORLD_SIZE` as well, but they count *pods*.) Let two
-# torchruns act as pods.
+# PyTorchJob sets `RANK` and `WORLD_SIZE` as well, but its `RANK` counts *pods*.) Let
+# two torchruns act as pods.
 #
 # **Predict:** there is no `--rdzv-backend` now. Who numbers the hosts?
 
@@ -327,9 +327,10 @@ assert [pod.returncode for pod in pods] == [0, 0], written
 #
 # $$t = 2(n-1)\,\alpha + \frac{2(n-1)}{n} \cdot \frac{S}{B}$$
 #
-# NCCL itself reckons with about 14 µs a hop over a network and 3.4 µs over NVLink
-# ([tuning.cc](https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc)), and
-# NVLink joins 8 GPUs in the usual box.
+# For large messages NCCL itself reckons with about 14 µs a hop over a network and 3.4
+# µs over NVLink
+# ([tuning.cc](https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc), protocol
+# Simple). We count one rank a host on networks; NVLink joins 8 GPUs in a box.
 #
 # **Predict:** the gradients of ResNet-18 take 44.7 MB. How long does that take for two
 # hosts with 1 Gbit/s between them? Where does the latency count?
@@ -357,8 +358,8 @@ for name, (*link, most) in links.items():
     print(f"{name:16}", *(f"{n:3} ranks {t:7.2f} ms" for n, t in times.items()))
 
 # %% [markdown]
-# 0.36 seconds, in *each* step. Is it true? For this lesson the 44.7 MB were added up by
-# gloo between two network namespaces of Linux, over a virtual cable of limited speed:
+# 0.36 seconds, in *each* step. Is it true? By gloo, between two network namespaces of
+# Linux, over a virtual cable of limited speed:
 #
 # | cable | formula | measured | ratio |
 # |---|---|---|---|
@@ -425,8 +426,7 @@ Image(Path(scratch.name, "network.png").read_bytes())
 # ## A checklist, before the first run
 #
 # 1. **Names.** On each host, `getent hosts alpha` gives one address, and not one with
-#    127. Many systems write `127.0.1.1` for their own name; other hosts that are told
-#    this connect to themselves.
+#    127. Other hosts that are told `127.0.1.1` connect to themselves.
 # 2. **Ports.** `nc -vz alpha 29500` while alpha waits; all ports open between hosts.
 #    Use a private network only: a rendezvous trusts whoever can reach it.
 # 3. **Interface.** `ip -brief address` lists them. Name the right one, not `docker0` or
@@ -440,9 +440,9 @@ Image(Path(scratch.name, "network.png").read_bytes())
 #
 # ## When a host is lost
 #
-# `--nnodes 1:2 --max-restarts 3` goes on with the hosts that are left, from the
-# checkpoint: see [lesson 09](09_survive_failures.ipynb). Choose a global batch size
-# that divides by every world size.
+# `--nnodes 1:2 --max-restarts 3` goes on from the checkpoint with the hosts that are
+# left, if the endpoint's is one of them: see [lesson 09](09_survive_failures.ipynb).
+# Choose a global batch size that divides by every world size.
 
 # %% [markdown]
 # ## Summary
