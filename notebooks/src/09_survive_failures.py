@@ -303,7 +303,7 @@ print("same weights:", same_weights("asked", "whole"))
 #
 # | who asks | how | then |
 # |---|---|---|
-# | Slurm: preemption | SIGTERM; SIGKILL after `GraceTime`, often **0 s** | requeue? |
+# | Slurm preempts | SIGTERM; SIGKILL after `GraceTime`: default **0 s** | may requeue |
 # | Slurm: time limit | USR1, by `--signal=USR1@120` | on 75 `scontrol requeue` |
 # | Kubernetes | SIGTERM; SIGKILL after 30 s | the Job starts a new pod |
 # | spot instances | a notice, minutes or less | another machine |
