@@ -358,8 +358,8 @@ for name, (*link, most) in links.items():
     print(f"{name:16}", *(f"{n:3} ranks {t:7.2f} ms" for n, t in times.items()))
 
 # %% [markdown]
-# 0.36 seconds, in *each* step. Is it true? gloo has added them up between two network
-# namespaces of Linux, over a virtual cable of limited speed:
+# 0.36 seconds, in *each* step. Is it true? Here is gloo, between two network namespaces
+# of Linux, on a virtual cable:
 #
 # | cable | formula | measured | ratio |
 # |---|---|---|---|
